@@ -1,0 +1,223 @@
+"""The conversion: an autoregressive (AR) model read as a block-diffusion one, on the same weights.
+
+Paper: "The conversion"; block diffusion: Arriola et al., 2025 (BD3-LM). Everything that is *about* the conversion has
+its one home here: the token shift, canvases, who may look at whom, masking schedules, packing, the commit rule, the
+loss and replay. Training, sampling and RL all call these.
+
+The shift. An AR model predicts token i at position i - 1. Take its own inputs and targets for a prompt p and output x:
+
+    inputs    u_0 = last prompt token, u_i = x_{i-1}          targets    y_i = x_i          i = 0 ... R - 1
+
+and cut i into blocks of B. To hide target i from its own block, put <mask> at u_{i+1}, unless i + 1 opens a block:
+then x_i is not an input of this block at all. So every block opens with a real token and predicts B targets from B
+inputs. With B = 1 nothing is ever masked and every line below is plain AR.
+
+                         block 0                 block 1                      B = 4, x = "w e   a r e   o n e"
+    inputs   u:   p_last  x0   x1   x2  |  x3   x4   x5   x6
+    targets  y:   x0      x1   x2   x3  |  x4   x5   x6   x7
+    hide x1, x3:  p_last  x0  <m>   x2  |                            (x3 opens the next block: nothing to mask here)
+
+Who may look at whom. Give every position a segment (0 = clean text; 1, 2, ... = noisy views) and a block number;
+prompt tokens are blocks of their own, numbered below 0. Then one rule serves causal prompts, AR, block diffusion,
+packed training, cached decoding and replay:
+
+    q may look at k   <=>   k is clean and in an earlier block, or k is in q's own segment and block.
+
+Left out: a time embedding (the masks themselves say how noisy a canvas is), the 1/t weight where complementary views
+make it unnecessary (each target is hidden exactly once), and a bidirectional prompt (the AR cache stays valid).
+"""
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+SCHEDULES = ("complementary", "linear", "cosine")
+
+
+# === 1. Canvases ======================================================================================================
+
+def pad_to_block(output, eos, block_len):
+    """An output with its tail: <eos> up to the end of the last block, nothing after that."""
+    return output + [eos] * (-len(output) % block_len)
+
+
+def convert(model, tok):
+    """AR weights -> a model that can read canvases: every tensor stays, but for one row of the embedding. AR never
+    used <mask>; a new token starts at the mean of the others, so it looks like "some token" and not like noise."""
+    with torch.no_grad():
+        known = torch.arange(tok.vocab, device=model.embed.weight.device) != tok.mask
+        model.embed.weight[tok.mask] = model.embed.weight[known].mean(0)
+
+
+def shift(prompt_last, outputs):
+    """The token shift, in its one place. prompt_last (n,), outputs (n, R) -> inputs u (n, R)."""
+    return torch.cat((prompt_last[:, None], outputs[:, :-1]), dim=1)
+
+
+def canvas(inputs, hidden, mask_id, block_len):
+    """Inputs u (..., R) with the hidden targets (..., R) masked out of their own blocks. R is a multiple of B."""
+    before = torch.cat((torch.zeros_like(hidden[..., :1]), hidden[..., :-1]), dim=-1)    # was target i - 1 hidden?
+    opens = torch.arange(inputs.shape[-1], device=inputs.device) % block_len == 0
+    return torch.where(before & ~opens, mask_id, inputs)
+
+
+def may_look(q_segment, q_block, k_segment, k_block):
+    """The rule above. (..., q) and (..., k) integers -> (..., q, k) booleans."""
+    qs, qb = q_segment[..., :, None], q_block[..., :, None]
+    ks, kb = k_segment[..., None, :], k_block[..., None, :]
+    return ((ks == 0) & (kb < qb)) | ((ks == qs) & (kb == qb))
+
+
+# === 2. Masking schedules =============================================================================================
+
+def draw_hidden(n, length, block_len, generator, schedule="complementary", full=0.0):
+    """Which targets to hide. Returns hidden (views, n, length) and weight (views, n, length) of the hidden ones.
+
+    A level t is drawn for each block, stratified over the blocks of the whole batch (evenly spread levels vary less
+    than independent ones), and each target of the block is hidden with probability t.
+
+    complementary  two views: what one hides, the other shows. Each target is hidden exactly once, so weight 1 and no
+                   division by t (whose 1/t explodes near 0). A share `full` of the blocks has t = 1: everything
+                   hidden, which is where decoding starts.
+    linear         one view, weight 1/t: the unbiased bound of masked diffusion (MDLM, Sahoo et al., 2024, eq. 10)
+                   for alpha_t = 1 - t. At least one target of a block is hidden, and t is kept above 1/B.
+    cosine         one view, t = cos(pi/2 (1 - u)), which hides much more often than little (MaskGIT); weight 1/t.
+    """
+    blocks = -(-length // block_len)
+    strata = torch.randperm(n * blocks, generator=generator).view(n, blocks)
+    u = (strata + torch.rand(n, blocks, generator=generator)) / (n * blocks)             # (n, blocks) in (0, 1)
+    if schedule == "cosine":
+        u = torch.cos(torch.pi / 2 * (1 - u))
+    elif schedule == "complementary":
+        u = torch.where(torch.rand(n, blocks, generator=generator) < full, 1.0, u)
+    elif schedule != "linear":
+        raise ValueError(f"unknown schedule {schedule!r}; one of {', '.join(SCHEDULES)}")
+    t = u.repeat_interleave(block_len, dim=1)[:, :length]                                 # (n, length)
+    noise = torch.rand(n, length, generator=generator)
+    hidden = noise < t
+    if schedule == "complementary":
+        return torch.stack((hidden, ~hidden)), torch.ones(2, n, length)
+    # One view: the target with the smallest noise is hidden in any case, so no block is without a lesson.
+    padded = F.pad(noise, (0, blocks * block_len - length), value=2.0).view(n, blocks, block_len)
+    least = F.one_hot(padded.argmin(-1), block_len).bool().view(n, -1)[:, :length]
+    return (hidden | least)[None], (1 / t.clamp(min=1 / block_len))[None]
+
+
+# === 3. Packing =======================================================================================================
+
+@dataclass
+class Packed:
+    """Rows ready for one forward: [prompt | clean | view 1 | ... | view K], left-padded so that outputs line up.
+
+    tokens, positions (n, T); mask (n, 1, T, T); with P' = padded prompt length without its last token (which is u_0).
+    target (n, R): y. start: first position whose hidden states are scored (P' for the clean part, P' + R for views).
+    """
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor
+    target: torch.Tensor
+    start: int
+
+
+def pad_prompts(prompts, pad_id):
+    """Lists of tokens -> (tokens (n, P), there (n, P)): left-padded, with an explicit validity mask (a pad id that
+    could also be content is never used to guess it)."""
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[pad_id] * (longest - len(p)) + p for p in prompts])
+    there = torch.tensor([[False] * (longest - len(p)) + [True] * len(p) for p in prompts])
+    return tokens, there
+
+
+def pack(prompts, outputs, tok, block_len, hidden=None):
+    """prompts, outputs: lists of token lists; hidden (views, n, R) or None for AR (no view: the clean part is scored).
+
+    R is the longest output in whole blocks; outputs are filled with <eos> (their weight decides what counts).
+    """
+    length = max(len(pad_to_block(o, tok.eos, block_len)) for o in outputs)
+    prompt, there = pad_prompts(prompts, tok.pad)
+    target = torch.tensor([o + [tok.eos] * (length - len(o)) for o in outputs])           # (n, R)
+    u = shift(prompt[:, -1], target)                                                      # (n, R)
+    prompt, there = prompt[:, :-1], there[:, :-1]                                         # u_0 is the last prompt token
+    n, p = prompt.shape
+    views = [] if hidden is None else [canvas(u, h, tok.mask, block_len) for h in hidden]
+    k = len(views)
+    start_at = there.sum(1, keepdim=True)                                                 # (n, 1) real prompt length
+    place = (torch.arange(p) - p + start_at).clamp(min=0)                                 # (n, P') pads sit at 0
+    out_place = start_at + torch.arange(length)                                           # (n, R)
+    block = torch.arange(length) // block_len
+    blocks = torch.cat((torch.arange(p) - p, block.repeat(1 + k)))                        # (T,)
+    segments = torch.cat((torch.zeros(p + length), (1 + torch.arange(k)).repeat_interleave(length))).long()
+    mask = may_look(segments, blocks, segments, blocks)                                   # (T, T)
+    valid = torch.cat((there, torch.ones(n, length * (1 + k), dtype=torch.bool)), dim=1)  # (n, T)
+    if not there.all():                                                                   # pads: seen only by themselves
+        mask = mask & valid[:, None, :] | torch.eye(len(blocks), dtype=torch.bool)
+        mask = mask[:, None]                                                              # (n, 1, T, T)
+    return Packed(tokens=torch.cat([prompt, u, *views], dim=1),
+                  positions=torch.cat([place, out_place.repeat(1, 1 + k)], dim=1), mask=mask,
+                  target=target, start=p + (length if k else 0))
+
+
+def token_weights(outputs, length, tok, reasoning, answer, tail):
+    """(n, length) loss weights: reasoning up to <answer>, the answer from <answer> to the first <eos>, the tail that
+    fills the last block. Paper: reasoning < answer, values unpublished."""
+    w = torch.zeros(len(outputs), length)
+    for r, o in enumerate(outputs):
+        split = o.index(tok.answer)
+        w[r, :split], w[r, split:len(o)], w[r, len(o):] = reasoning, answer, tail
+    return w
+
+
+def limit_to_blocks(weight, outputs, block_len):
+    """Nothing counts after the block that holds the output's end (rows of a batch differ in length)."""
+    ends = torch.tensor([len(o) + (-len(o) % block_len) for o in outputs])
+    return weight * (torch.arange(weight.shape[1]) < ends[:, None])
+
+
+# === 4. Scores and losses =============================================================================================
+
+def output_logits(model, hidden, tok):
+    """Logits in fp32 with the two ids that are never a possible output, <mask> and <pad>, at -inf: in every loss and
+    in the sampler alike."""
+    logits = model.logits(hidden).float()
+    logits[..., [tok.mask, tok.pad]] = float("-inf")
+    return logits
+
+
+def score(model, packed, supervised, tok):
+    """Hidden states -> logits at the supervised targets only. supervised (views, n, R) booleans, views = 1 for AR.
+
+    Returns (logits (m, vocab), target (m,)), in the order of supervised.nonzero()."""
+    device = model.embed.weight.device
+    hidden = model(packed.tokens.to(device), packed.positions.to(device), packed.mask.to(device))
+    views, n, length = supervised.shape
+    hidden = hidden[:, packed.start:].view(n, views, length, -1).transpose(0, 1)          # (views, n, R, width)
+    chosen = supervised.to(device)
+    target = packed.target.to(device).expand(views, n, length)[chosen]
+    return output_logits(model, hidden[chosen], tok), target
+
+
+def loss_sum(model, packed, weight, tok):
+    """Sum over targets of weight * cross-entropy (nats), *not* divided: the caller divides by one denominator over
+    all micro-batches, so accumulation changes nothing. weight (views, n, R), zero where a target is not supervised.
+    A batch without supervised target gives 0, with gradient 0."""
+    supervised = weight > 0
+    logits, target = score(model, packed, supervised, tok)
+    w = weight[supervised].to(logits.device)
+    return (F.cross_entropy(logits, target, reduction="none") * w).sum()
+
+
+# === 5. The commit rule and replay ====================================================================================
+
+def commit(confidence, open_, tau):
+    """Which open targets of each row to fix now: all with confidence >= tau, and the single most confident one, so
+    that progress is certain. confidence, open_ (n, B) -> (n, B) booleans. Rows with nothing open commit nothing."""
+    best = torch.where(open_, confidence, -1.0).argmax(dim=1, keepdim=True)
+    return open_ & ((confidence >= tau) | torch.zeros_like(open_).scatter_(1, best, True))
+
+
+def replay_views(step):
+    """step (n, R): at which step of its block each target was committed, from 0. Returns (hidden, committed), both
+    (K, n, R) with K = the most steps of any block: view k is every block's canvas at its step k, and the targets
+    committed there are the ones to score. One packed forward recomputes a whole trajectory, exactly."""
+    k = torch.arange(int(step.max()) + 1)[:, None, None]
+    return step >= k, step == k
