@@ -1,0 +1,369 @@
+"""What every training stage shares: settings and flags, presets, device, data order, optimiser, log, checkpoint, resume.
+
+The stages (train_ar.py, train_cft.py, ...) differ only in what a step's loss is; `Run` holds the loop around it, so
+that a stage reads as its method and nothing else.
+
+Resume is exact: the data order is a function of (seed, step), every other draw comes from a generator keyed by
+(seed, step, row), and the checkpoint holds weights, optimiser, schedule position and settings. Twenty steps equal ten,
+a kill, and ten more, bit for bit on a CPU (tests/test_stage.py).
+"""
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from data import prepare
+from data.amazon import DataError
+from data.tokenizer import Tokenizer
+from model import ModelConfig, Transformer
+
+MODELS = {
+    "mini": dict(width=128, layers=4, heads=4, ctx_len=192),
+    "small": dict(width=192, layers=6, heads=4, ctx_len=256),
+    "beauty": dict(width=512, layers=10, heads=8, ctx_len=640),
+}
+
+
+SHIPPED = Path(__file__).resolve().parent / "data" / "weights"         # trained weights in the clone
+
+
+class UserError(Exception):
+    """A mistake that a user can mend: shown as one line, without a traceback."""
+
+
+def flag(default, help):
+    """A settings field with its help text: `python train_x.py --help` is made from these."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class Settings:
+    """What all stages have in common. A stage adds its own fields; PRESETS of the stage override defaults."""
+    preset: str = flag("", "mini, small or beauty (default: beauty with a GPU, mini without)")
+    out: str = flag("", "folder of the run (default out/<preset>)")
+    data: str = flag("", "folder with users.tsv.gz and items.tsv.gz (default: the Beauty split in the clone)")
+    resume: bool = flag(False, "go on from the last saved state of this stage")
+    seed: int = flag(0, "decides initial weights, data order and every draw")
+    device: str = flag("", "cuda or cpu (default: cuda where there is one)")
+    dtype: str = flag("auto", "float32, bfloat16 (autocast), or auto: the faster of the two, measured at start")
+    steps: int = flag(1000, "optimiser steps")
+    batch: int = flag(32, "rows of a step")
+    micro: int = flag(0, "rows of one forward (0: the whole batch); smaller saves memory and changes nothing else")
+    lr: float = flag(1.5e-3, "peak learning rate")
+    warmup: int = flag(100, "steps of linear warm-up; a cosine to a twentieth of lr follows")
+    decay: float = flag(0.05, "AdamW weight decay of matrices")
+    clip: float = flag(1.0, "largest gradient norm")
+    reasoning: float = flag(0.5, "loss weight of a reasoning token")
+    answer: float = flag(1.0, "loss weight of an answer token")
+    eval_every: int = flag(500, "steps between validations by free decoding (the best one is kept)")
+    eval_users: int = flag(512, "validation users with a hit that are decoded each time")
+    save_every: int = flag(200, "steps between saved states")
+    log_every: int = flag(20, "steps between log lines")
+
+
+def settings(cls, presets, doc, argv=None):
+    """Flags -> a filled settings dataclass. An unknown flag or preset ends with argparse's one line."""
+    ap = argparse.ArgumentParser(description=doc.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for f in fields(cls):
+        kind = dict(action="store_true") if f.type in (bool, "bool") else dict(type=type(f.default))
+        choices = dict(choices=list(MODELS)) if f.name == "preset" else {}
+        ap.add_argument(f"--{f.name.replace('_', '-')}", help=f.metadata["help"] + " ", default=argparse.SUPPRESS,
+                        **kind, **choices)
+    given = vars(ap.parse_args(argv))
+    preset = given.get("preset") or ("beauty" if torch.cuda.is_available() else "mini")
+    if not given.get("preset"):
+        print(f"--preset {preset} (the default {'with' if preset == 'beauty' else 'without'} a GPU)")
+    s = cls(**{**presets.get(preset, {}), **given, "preset": preset})
+    s.out = s.out or f"out/{preset}"
+    s.device = s.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if s.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError("--device cuda: no CUDA device is visible; leave the flag out to train on the CPU")
+    for name in ("steps", "batch", "eval_users", "log_every", "save_every", "eval_every"):
+        if getattr(s, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(s, name)}: at least 1")
+    return s
+
+
+def main(run, *args):
+    """Run a stage's main: mistakes become one line and exit status 1, Ctrl-C before training 130."""
+    try:
+        run(*args)
+    except (UserError, DataError) as e:
+        sys.exit(f"{Path(sys.argv[0]).name}: {e}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+# === Data =============================================================================================================
+
+def load_data(s):
+    """(folder, tokenizer, summary) of the prepared rows; prepares them first where they are missing, saying so."""
+    folder = Path(s.out) / "data"
+    wanted = prepare.PRESETS[s.preset]
+    if s.data:
+        wanted = prepare.DataConfig(**{**asdict(wanted), "data": s.data})
+    if not (folder / "summary.json").exists():
+        print(f"{folder} is missing: preparing it (python -m data.prepare --preset {s.preset})")
+        sets, tok, summary = prepare.build(wanted)
+        prepare.save(folder, sets, tok, summary)
+        prepare.show_summary(summary)
+    summary = json.loads((folder / "summary.json").read_text())
+    if s.data and Path(summary["config"]["data"]).resolve() != Path(s.data).resolve():
+        raise UserError(f"{folder} was made from {summary['config']['data']}, not from {s.data}; give another --out")
+    return folder, Tokenizer.load(json.loads((folder / "tokenizer.json").read_text())), summary
+
+
+def batch_rows(lengths, batch, seed, step):
+    """Row numbers of a step: a function of (seed, step) alone, so resuming needs no saved position.
+
+    Each epoch is one permutation, cut into pools of 32 batches; a pool is sorted by length before it is cut into
+    batches, so a batch pads little, and its batches are shuffled. The last, incomplete batch of an epoch is dropped.
+    """
+    per_epoch = max(len(lengths) // batch, 1)
+    epoch, at = divmod(step, per_epoch)
+    key = (seed, epoch, batch, len(lengths), int(lengths.sum()))
+    if key not in CURRENT_EPOCH:
+        rng = np.random.default_rng((seed, epoch))
+        order = rng.permutation(len(lengths))[:per_epoch * batch]
+        pools = [pool[np.argsort(lengths[pool], kind="stable")] for pool in np.array_split(
+            order, range(32 * batch, len(order), 32 * batch))]
+        order = np.concatenate(pools)
+        batches = [order[i:i + batch] for i in range(0, len(order), batch)]
+        CURRENT_EPOCH.clear()                                       # one epoch's batches are kept, not all of them
+        CURRENT_EPOCH[key] = [batches[i] for i in rng.permutation(len(batches))]
+    return CURRENT_EPOCH[key][at]
+
+
+CURRENT_EPOCH = {}
+
+
+def generator(*key):
+    """A generator for one purpose: keyed by (seed, step, row, ...), it does not depend on who draws before or after."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence([int(k) & 0xFFFFFFFF for k in key])
+                                             .generate_state(1, np.uint64)[0] >> 1))
+
+
+# === Machine ==========================================================================================================
+
+def matmul_rate(device, dtype, seconds=0.15):
+    """Measured floating-point operations a second of a matrix product of this model's kind of shape."""
+    a, b = (torch.randn(shape, device=device, dtype=dtype) for shape in ((2048, 512), (512, 512)))
+    done, start = 0, None
+    while start is None or time.time() - start < seconds:
+        a @ b
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        start, done = start or time.time(), done + 1                # the first product warms up
+    return 2 * 2048 * 512 * 512 * (done - 1) / (time.time() - start)
+
+
+def pick_dtype(s):
+    """bf16 where a bf16 matrix product is faster than an fp32 one: on GPUs and on CPUs with bf16 units. Elsewhere it
+    is emulated, up to a hundred times slower. MPS stays in fp32 (NaN is often reported there)."""
+    rates = {d: matmul_rate(s.device, d) for d in (torch.float32, torch.bfloat16)}
+    if s.dtype == "auto":
+        s.dtype = "bfloat16" if rates[torch.bfloat16] > 1.2 * rates[torch.float32] and s.device != "mps" else "float32"
+    return rates[getattr(torch, s.dtype)]
+
+
+# === Checkpoints ======================================================================================================
+
+def save(path, state):
+    """Atomic: written beside, flushed to disk, renamed. A kill at any moment leaves the old file or the new one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as f:
+        torch.save(state, f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)
+
+
+def load(path, hint):
+    """A checkpoint as plain tensors and values (weights_only: a checkpoint cannot run code)."""
+    if not Path(path).exists():
+        raise UserError(f"{path} is missing; {hint}")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as e:
+        raise UserError(f"{path} is not a checkpoint of this project ({type(e).__name__}); {hint}")
+
+
+def load_model(path, tok, summary, hint, device="cpu"):
+    """(model, checkpoint): refuses weights of other data or of another shape by name."""
+    state = load(path, hint)
+    if "model" not in state or "config" not in state:
+        raise UserError(f"{path} is not a model checkpoint of this project; {hint}")
+    if state["fingerprint"] != summary["fingerprint"]:
+        raise UserError(f"{path} was trained on other rows than {summary['config']['data']} now gives "
+                        f"({state['fingerprint']}, not {summary['fingerprint']}); {hint}")
+    cfg = ModelConfig(**state["config"])
+    if cfg.vocab != tok.vocab:
+        raise UserError(f"{path} has a vocabulary of {cfg.vocab}, the data {tok.vocab}; {hint}")
+    model = Transformer(cfg)
+    try:
+        model.load_state_dict({k: v.float() for k, v in state["model"].items()})
+    except RuntimeError as e:
+        raise UserError(f"{path} has another shape than its own config says ({str(e).splitlines()[-1].strip()}); {hint}")
+    return model.to(device), state
+
+
+def weights(out, preset, name):
+    """Path of a stage's weights: this run's own, else those that come with the clone, else None."""
+    for path in (Path(out) / f"{name}.pt", SHIPPED / preset / f"{name}.pt"):
+        if path.exists():
+            return path
+    return None
+
+
+# === The loop =========================================================================================================
+
+class Run:
+    """The loop around a stage's loss.
+
+    name: of the stage: writes <out>/<name>.pt (the product: weights, config, fingerprint) and <out>/<name>.state.pt
+    (to resume). batch_loss(step) -> iterable of (loss_sum, weight): one pair a micro-batch, where the gradient is
+    taken of sum(loss_sum) / sum(weight). validate(model) -> dict with "score": the best is kept.
+    """
+
+    def __init__(self, name, s, model, tok, summary):
+        self.name, self.s, self.model, self.tok, self.summary = name, s, model.to(s.device), tok, summary
+        self.product = Path(s.out) / f"{name}.pt"
+        self.state_file = Path(s.out) / f"{name}.state.pt"
+        self.log_file = Path(s.out) / f"{name}.jsonl"
+        matrices = [p for p in model.parameters() if p.dim() >= 2]
+        vectors = [p for p in model.parameters() if p.dim() < 2]
+        self.opt = torch.optim.AdamW([{"params": matrices, "weight_decay": s.decay},
+                                      {"params": vectors, "weight_decay": 0.0}],
+                                     lr=s.lr, betas=(0.9, 0.95), fused=True)
+        self.step, self.best, self.best_step, self.seconds, self.stop = 0, -math.inf, -1, 0.0, False
+        if s.resume:
+            self.restore()
+
+    def restore(self):
+        state = load(self.state_file, f"start without --resume: python train_{self.name}.py --preset {self.s.preset}")
+        mine = {k: v for k, v in asdict(self.s).items() if k not in FREE}
+        other = [k for k, v in mine.items() if state["settings"].get(k) != v and not (k == "dtype" and v == "auto")]
+        if other:
+            raise UserError(f"{self.state_file} was run with other settings: " + ", ".join(
+                f"--{k.replace('_', '-')} {state['settings'].get(k)}" for k in other) + "; resume with those")
+        if state["fingerprint"] != self.summary["fingerprint"]:
+            raise UserError(f"{self.state_file} was run on other data; start without --resume")
+        self.s.dtype = state["settings"]["dtype"]
+        self.model.load_state_dict(state["model"])
+        self.opt.load_state_dict(state["opt"])
+        self.step, self.best, self.best_step, self.seconds = (
+            state["step"], state["best"], state["best_step"], state["seconds"])
+        print(f"resumed {self.name} at step {self.step} of {self.s.steps}")
+
+    def lr(self, step):
+        """Linear warm-up, then a cosine from lr to a twentieth of it."""
+        if step < self.s.warmup:
+            return self.s.lr * (step + 1) / self.s.warmup
+        done = (step - self.s.warmup) / max(self.s.steps - self.s.warmup, 1)
+        return self.s.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+
+    def save_state(self):
+        save(self.state_file, {"model": self.model.state_dict(), "opt": self.opt.state_dict(), "step": self.step,
+                               "best": self.best, "best_step": self.best_step, "seconds": self.seconds,
+                               "settings": asdict(self.s), "fingerprint": self.summary["fingerprint"]})
+
+    def save_product(self, found):
+        save(self.product, {"model": self.model.state_dict(), "config": asdict(self.model.cfg), "step": self.step,
+                            "fingerprint": self.summary["fingerprint"], "settings": asdict(self.s),
+                            "validation": {k: v for k, v in found.items() if isinstance(v, (int, float))}})
+
+    def log(self, **values):
+        with open(self.log_file, "a") as f:
+            f.write(json.dumps({"step": self.step, **values}) + "\n")
+
+    def autocast(self):
+        return torch.autocast(self.s.device.split(":")[0], dtype=torch.bfloat16, enabled=self.s.dtype == "bfloat16")
+
+    def train(self, batch_loss, validate, flops):
+        """flops(step) -> floating-point operations of a step's matrix products, for the share of the measured rate."""
+        s = self.s
+        rate = pick_dtype(s)
+        body, embedding = self.model.size()
+        print(f"{self.name}: {body / 1e6:.2f}M parameters in the layers, {embedding / 1e6:.2f}M in the embedding; "
+              f"{s.device}, {s.dtype}, {rate / 1e9:.0f} GFLOP/s in a matrix product; {s.steps} steps of {s.batch} rows")
+        if not s.resume:
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            self.log_file.write_text("")
+        old = signal.signal(signal.SIGINT, self.interrupt)
+        bar = tqdm(total=s.steps, initial=self.step, desc=self.name, mininterval=1.0, dynamic_ncols=True)
+        seen, mark, losses = 0, time.time(), []
+        try:
+            while self.step < s.steps and not self.stop:
+                start = time.time()
+                for group in self.opt.param_groups:
+                    group["lr"] = self.lr(self.step)
+                parts, tokens = batch_loss(self.step)
+                total = max(sum(w for _, w in parts), 1e-9)         # one denominator over all micro-batches
+                loss = 0.0
+                for forward, _ in parts:
+                    with self.autocast():
+                        part = forward() / total
+                    part.backward()
+                    loss += float(part.detach())
+                norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
+                if not math.isfinite(loss) or not math.isfinite(float(norm)):
+                    raise UserError(f"step {self.step}: the loss is {loss}, the gradient norm {float(norm)}; the last "
+                                    f"good state is in {self.state_file}; a smaller --lr or --dtype float32 may help")
+                self.opt.step()
+                self.opt.zero_grad(set_to_none=True)
+                self.step += 1
+                self.seconds += time.time() - start
+                seen, losses = seen + tokens, losses + [loss]
+                bar.update()
+                if self.step % s.log_every == 0 or self.step == s.steps:
+                    took = time.time() - mark
+                    mfu = flops(tokens) * len(losses) / took / rate
+                    bar.set_postfix(loss=f"{sum(losses) / len(losses):.3f}", tok_s=f"{seen / took:,.0f}", refresh=False)
+                    self.log(loss=sum(losses) / len(losses), lr=self.lr(self.step - 1), grad_norm=float(norm),
+                             tokens_per_s=seen / took, matmul_share=mfu, seconds=self.seconds)
+                    seen, mark, losses = 0, time.time(), []
+                if self.step % s.eval_every == 0 or self.step == s.steps:
+                    self.check(validate, bar)
+                    mark = time.time()
+                if self.step % s.save_every == 0 or self.step == s.steps:
+                    self.save_state()
+        finally:
+            bar.close()
+            signal.signal(signal.SIGINT, old)
+        if self.stop and self.step < s.steps:
+            self.save_state()
+            if not self.product.exists():
+                self.save_product({})
+            again = " ".join(["python", Path(sys.argv[0]).name, *[a for a in sys.argv[1:] if a != "--resume"], "--resume"])
+            sys.exit(f"stopped after step {self.step}, saved to {self.state_file}; go on with: {again}")
+
+    def check(self, validate, bar):
+        """Validate by free decoding; keep the weights if they are the best so far."""
+        self.model.eval()
+        found = validate(self.model)
+        self.model.train()
+        self.log(**{f"valid_{k}": v for k, v in found.items()})
+        bar.write(f"step {self.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in found.items() if isinstance(v, float)))
+        if found["score"] > self.best:
+            self.best, self.best_step = found["score"], self.step
+            self.save_product(found)
+
+    def interrupt(self, *_):
+        if self.stop:                                               # a second Ctrl-C does not wait for the step
+            raise KeyboardInterrupt
+        self.stop = True
+        tqdm.write("stopping after this step (Ctrl-C again to stop at once, unsaved)")
+
+
+FREE = ("resume", "out", "device", "save_every", "log_every", "data")     # may differ when a run is resumed

@@ -1,0 +1,80 @@
+"""Stage 0: the autoregressive teacher, by supervised fine-tuning on reasoning traces.
+
+Paper, "The teacher (AR GR2)": SFT on traces, first broad ones, then rejection-sampled ones, with the loss on the output
+only and separate weights for reasoning and answer. Its second half, RL on the ranking reward, is train_rl.py at block
+length 1. What the paper starts from (Qwen3-8B) is replaced by a model trained from nothing, so the broad set carries
+most of the learning: reading evidence, comparing, writing.
+
+    python train_ar.py --preset mini         # minutes on a laptop; prepares the data by itself
+    python train_ar.py --preset small        # under an hour on two cores
+
+Equation (SFT): minimise  sum_i w_i * -log p(x_i | prompt, x_<i) / sum_i w_i  over the output tokens i of a batch.
+"""
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+import diffusion
+import evaluate
+import ranking
+import stage
+from data import prepare
+from model import ModelConfig, Transformer
+from stage import flag
+
+
+@dataclass
+class ARSettings(stage.Settings):
+    accepted_steps: int = flag(300, "the last so many steps are on the rejection-sampled traces")
+
+
+PRESETS = {
+    "mini": dict(steps=700, accepted_steps=60, eval_every=350, eval_users=256, warmup=50, lr=2e-3),
+    "small": dict(steps=4600, accepted_steps=500, batch=16, warmup=200, eval_every=575, eval_users=400),
+    "beauty": dict(steps=8000, accepted_steps=800, batch=128, lr=6e-4, warmup=300, eval_every=800, eval_users=2000),
+}
+
+
+def main(argv=None):
+    s = stage.settings(ARSettings, PRESETS, __doc__, argv)
+    folder, tok, summary = stage.load_data(s)
+    k = summary["config"]["candidates"]
+    torch.manual_seed(s.seed)
+    model = Transformer(ModelConfig(vocab=tok.vocab, **stage.MODELS[s.preset]))
+    run = stage.Run("ar", s, model, tok, summary)
+
+    # === 1. Two sets of traces, one after the other =====================================================
+    sets = [prepare.Rows(folder / f"{name}.npz") for name in ("all", "accepted")]
+    lengths = [np.add(*rows.lengths()) for rows in sets]
+
+    def batch_loss(step):
+        """-> ([(forward, weight)] one a micro-batch, tokens in the batch)."""
+        late = step >= s.steps - s.accepted_steps                   # the second set comes last
+        rows, at = sets[late], step - (s.steps - s.accepted_steps) * late
+        chosen = [rows[i] for i in stage.batch_rows(lengths[late], s.batch, s.seed, at)]
+        parts = []
+        for lo in range(0, len(chosen), s.micro or s.batch):
+            prompts, outputs = zip(*chosen[lo:lo + (s.micro or s.batch)])
+            packed = diffusion.pack(prompts, outputs, tok, block_len=1)
+            w = diffusion.token_weights(outputs, packed.target.shape[1], tok, s.reasoning, s.answer, tail=0.0)[None]
+            parts.append((lambda p=packed, w=w: diffusion.loss_sum(run.model, p, w, tok), float(w.sum())))
+        return parts, sum(len(p) + len(o) - 1 for p, o in chosen)
+
+    # === 2. Train; choose by free decoding on validation users ==========================================
+    prompts, targets = evaluate.validation_users(folder, s.eval_users)
+
+    def validate(model):
+        return evaluate.validate_by_decoding(model, tok, prompts, targets, k, block_len=1, tau=1.0, autocast=run.autocast())
+
+    body, embedding = model.size()
+    run.train(batch_loss, validate, lambda tokens: 6 * body * tokens)
+
+    # === 3. The table: floor, teacher, AR ===============================================================
+    found = evaluate.ladder(s, folder, tok, summary, [("ar", "ar", 1, None)])
+    print(f"\nTest: {found[0]['n']} users whose next purchase is among the {k} candidates")
+    ranking.show_ladder(found, summary["hit_test"])
+
+
+if __name__ == "__main__":
+    stage.main(main)
