@@ -1,0 +1,137 @@
+"""Stage 1, conversion fine-tuning (CFT): the AR model learns to fill a block in a few steps.
+
+Paper, "The three stages", 1. Weight-preserving: the AR tensors are copied one to one, and what changes is who looks at
+whom and which inputs are <mask>. At block length 1 the converted model *is* the AR model, which is checked before the
+first step. The naive conversion at block length 32 is mostly invalid: it has never seen a <mask>, nor a token to its
+right. CFT shows it both.
+
+    python train_cft.py --preset mini        # data, AR and CFT, one after the other, where they are missing
+    python train_cft.py --preset small
+
+Loss: for a prompt p and output x, hide targets H (diffusion.draw_hidden), pack [p | x | view 1 | view 2] and minimise
+
+    sum_{i in H} w_i * -log p(x_i | p, finished blocks before i's, the visible part of i's block) / sum_{i in H} w_i
+
+with the two views complementary, so that each target is hidden exactly once and no 1/t weight is needed. A step costs
+(P + 3R)/(P + R) of an AR step on the same rows. Left out: the paper's epochs over a fixed set (we count steps), and any
+noise level as an input to the network.
+"""
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+import diffusion
+import evaluate
+import ranking
+import sample
+import stage
+import train_ar
+from data import prepare
+from stage import flag
+
+
+@dataclass
+class CFTSettings(stage.Settings):
+    block_len: int = flag(32, "targets of a block")
+    schedule: str = flag("complementary", f"masking schedule: one of {', '.join(diffusion.SCHEDULES)}")
+    full: float = flag(0.2, "share of blocks that are hidden completely, as where decoding starts (complementary)")
+    tail: float = flag(0.1, "loss weight of the <eos> that fill the last block")
+    tau: float = flag(0.9, "threshold of the decoded validation")
+
+
+PRESETS = {
+    "mini": dict(steps=600, eval_every=300, eval_users=256, warmup=30, lr=1.5e-3),
+    "small": dict(steps=1600, eval_every=200, eval_users=400, lr=1.2e-3),
+    "beauty": dict(steps=6000, batch=128, lr=4e-4, warmup=200, eval_every=600, eval_users=2000),
+}
+
+
+def start_from(s, name, train, argv):
+    """The model of the stage before; where it is missing, that stage runs first, saying so."""
+    if stage.weights(s.out, s.preset, name) is None:
+        before = ["--preset", s.preset, "--out", s.out, "--seed", str(s.seed), "--device", s.device]
+        print(f"{s.out}/{name}.pt is missing: training it (python train_{name}.py {' '.join(before[:2])})")
+        train(before + (["--data", s.data] if s.data else []))
+
+
+def same_at_block_length_one(model, tok, row, device):
+    """Logits of the packed clean part at B = 1 equal those of a plain causal forward: nothing was lost on the way."""
+    prompt, output = row
+    packed = diffusion.pack([prompt], [output], tok, block_len=1)
+    logits, _ = diffusion.score(model, packed, torch.ones(1, *packed.target.shape, dtype=torch.bool), tok)
+    x = torch.tensor([prompt + output[:-1]], device=device)
+    causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=device).tril()
+    hidden = model(x, torch.arange(x.shape[1], device=device)[None], causal)[0, len(prompt) - 1:]
+    plain = diffusion.output_logits(model, hidden, tok)
+    if not torch.allclose(logits, plain, atol=1e-4, rtol=1e-4):
+        raise RuntimeError("the conversion changed the model: logits at block length 1 differ from the AR model's")
+
+
+def main(argv=None):
+    s = stage.settings(CFTSettings, PRESETS, __doc__, argv)
+    if s.block_len < 1:
+        raise stage.UserError(f"--block-len {s.block_len}: at least 1 (1 is the AR model)")
+    if s.schedule not in diffusion.SCHEDULES:
+        raise stage.UserError(f"--schedule {s.schedule}: one of {', '.join(diffusion.SCHEDULES)}")
+    sample.check_settings(s.block_len, s.tau)
+    folder, tok, summary = stage.load_data(s)
+    start_from(s, "ar", train_ar.main, argv)
+    k = summary["config"]["candidates"]
+
+    # === 1. The conversion: copy the weights, check that nothing else changed ===========================
+    model, _ = stage.load_model(stage.weights(s.out, s.preset, "ar"), tok, summary, "python train_ar.py", s.device)
+    rows = prepare.Rows(folder / "all.npz")
+    with torch.no_grad():
+        same_at_block_length_one(model, tok, rows[0], s.device)
+    diffusion.convert(model, tok)
+    run = stage.Run("cft", s, model, tok, summary)
+    lengths = np.add(rows.lengths()[0], 3 * rows.lengths()[1])
+
+    # === 2. A step: hide, pack, score ===================================================================
+    def micro_batches(chosen, draw):
+        """Rows and a generator -> [(forward, weight)]. One draw for the whole batch, then micro-batches: how a batch
+        is split does not change which targets are hidden."""
+        length = max(len(diffusion.pad_to_block(o, tok.eos, s.block_len)) for _, o in chosen)
+        hidden, weight = diffusion.draw_hidden(len(chosen), length, s.block_len, draw, s.schedule, s.full)
+        parts = []
+        for lo in range(0, len(chosen), s.micro or s.batch):
+            prompts, outputs = zip(*chosen[lo:lo + (s.micro or s.batch)])
+            short = max(len(diffusion.pad_to_block(o, tok.eos, s.block_len)) for o in outputs)
+            h, w = (x[:, lo:lo + len(prompts), :short] for x in (hidden, weight))
+            packed = diffusion.pack(prompts, outputs, tok, s.block_len, h)
+            w = w * h * diffusion.token_weights(outputs, short, tok, s.reasoning, s.answer, s.tail)
+            w = diffusion.limit_to_blocks(w, outputs, s.block_len)
+            parts.append((lambda p=packed, w=w: diffusion.loss_sum(run.model, p, w, tok), float(w.sum())))
+        return parts
+
+    def batch_loss(step):
+        chosen = [rows[i] for i in stage.batch_rows(lengths, s.batch, s.seed, step)]
+        parts = micro_batches(chosen, stage.generator(s.seed, step))
+        views = 1 if s.schedule != "complementary" else 2
+        return parts, sum(len(p) + (1 + views) * len(o) for p, o in chosen)
+
+    # === 3. Validate: the loss on masks that never change, and free decoding ============================
+    prompts, targets = evaluate.validation_users(folder, s.eval_users)
+    held = prepare.Rows(folder / "valid.npz")
+    fixed = [held[i] for i in range(0, len(held), max(len(held) // 128, 1))][:128]
+
+    def validate(model):
+        parts = micro_batches(fixed, stage.generator(12345))
+        with torch.no_grad(), run.autocast():
+            loss = sum(float(f()) for f, _ in parts) / sum(w for _, w in parts)
+        return {"loss": loss} | evaluate.validate_by_decoding(model, tok, prompts, targets, k, s.block_len, s.tau,
+                                                           run.autocast())
+
+    body, _ = model.size()
+    run.train(batch_loss, validate, lambda tokens: 6 * body * tokens)
+
+    # === 4. The table: floor, AR, the naive conversion, CFT =============================================
+    found = evaluate.ladder(s, folder, tok, summary, [("ar", "ar", 1, None), ("naive", "ar", s.block_len, s.tau),
+                                                   ("cft", "cft", s.block_len, 1.0), ("cft", "cft", s.block_len, s.tau)])
+    print(f"\nTest: {found[0]['n']} users whose next purchase is among the {k} candidates")
+    ranking.show_ladder(found, summary["hit_test"])
+
+
+if __name__ == "__main__":
+    stage.main(main)
