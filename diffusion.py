@@ -79,9 +79,11 @@ def draw_hidden(n, length, block_len, generator, schedule="complementary", full=
     complementary  two views: what one hides, the other shows. Each target is hidden exactly once, so weight 1 and no
                    division by t (whose 1/t explodes near 0). A share `full` of the blocks has t = 1: everything
                    hidden, which is where decoding starts.
-    linear         one view, weight 1/t: the unbiased bound of masked diffusion (MDLM, Sahoo et al., 2024, eq. 10)
-                   for alpha_t = 1 - t. At least one target of a block is hidden, and t is kept above 1/B.
-    cosine         one view, t = cos(pi/2 (1 - u)), which hides much more often than little (MaskGIT); weight 1/t.
+    linear         one view, weight 1/t (MDLM, Sahoo et al., 2024, eq. 10, for alpha_t = 1 - t), with one repair: a
+                   block in which chance hides nothing hides one target all the same. So a target of a block of B is
+                   hidden with probability p = t + (1 - t)^B / B, and the weight is 1/p: unbiased, and at most B where
+                   1/t would explode.
+    cosine         the same with t = cos(pi/2 (1 - u)), which hides much more often than little (MaskGIT).
     """
     blocks = -(-length // block_len)
     strata = torch.randperm(n * blocks, generator=generator).view(n, blocks)
@@ -97,10 +99,10 @@ def draw_hidden(n, length, block_len, generator, schedule="complementary", full=
     hidden = noise < t
     if schedule == "complementary":
         return torch.stack((hidden, ~hidden)), torch.ones(2, n, length)
-    # One view: the target with the smallest noise is hidden in any case, so no block is without a lesson.
     padded = F.pad(noise, (0, blocks * block_len - length), value=2.0).view(n, blocks, block_len)
-    least = F.one_hot(padded.argmin(-1), block_len).bool().view(n, -1)[:, :length]
-    return (hidden | least)[None], (1 / t.clamp(min=1 / block_len))[None]
+    least = F.one_hot(padded.argmin(-1), block_len).bool().view(n, -1)[:, :length]       # smallest noise of its block
+    size = (padded < 2).sum(-1, keepdim=True).expand_as(padded).reshape(n, -1)[:, :length]   # the last may be shorter
+    return (hidden | least)[None], (1 / (t + (1 - t) ** size / size))[None]
 
 
 # === 3. Packing =======================================================================================================
@@ -179,7 +181,8 @@ def output_logits(model, hidden, tok):
     """Logits in fp32 with the two ids that are never a possible output, <mask> and <pad>, at -inf: in every loss and
     in the sampler alike."""
     logits = model.logits(hidden).float()
-    logits[..., [tok.mask, tok.pad]] = float("-inf")
+    logits[..., tok.mask] = float("-inf")
+    logits[..., tok.pad] = float("-inf")
     return logits
 
 

@@ -33,7 +33,7 @@ TAUS = (1.0, 0.95, 0.9, 0.8, 0.6, 0.4)
 
 
 @dataclass
-class EvalSettings(stage.Settings):
+class EvalSettings(stage.Common):
     only: str = flag("", "ladder or frontier (default: both)")
     block_len: int = flag(32, "block length of the diffusion model")
     time_users: int = flag(24, "test users decoded one by one for the timing, each in every mode")

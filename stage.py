@@ -46,14 +46,19 @@ def flag(default, help):
 
 
 @dataclass
-class Settings:
-    """What all stages have in common. A stage adds its own fields; PRESETS of the stage override defaults."""
+class Common:
+    """What every command has."""
     preset: str = flag("", "mini, small or beauty (default: beauty with a GPU, mini without)")
     out: str = flag("", "folder of the run (default out/<preset>)")
     data: str = flag("", "folder with users.tsv.gz and items.tsv.gz (default: the Beauty split in the clone)")
-    resume: bool = flag(False, "go on from the last saved state of this stage")
-    seed: int = flag(0, "decides initial weights, data order and every draw")
     device: str = flag("", "cuda or cpu (default: cuda where there is one)")
+    seed: int = flag(0, "decides initial weights, data order and every draw")
+
+
+@dataclass
+class Settings(Common):
+    """What all training stages have. A stage adds its own fields; its PRESETS override defaults."""
+    resume: bool = flag(False, "go on from the last saved state of this stage")
     dtype: str = flag("auto", "float32, bfloat16 (autocast), or auto: the faster of the two, measured at start")
     steps: int = flag(1000, "optimiser steps")
     batch: int = flag(32, "rows of a step")
@@ -88,7 +93,7 @@ def settings(cls, presets, doc, argv=None):
     if s.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("--device cuda: no CUDA device is visible; leave the flag out to train on the CPU")
     for name in ("steps", "batch", "eval_users", "log_every", "save_every", "eval_every"):
-        if getattr(s, name) < 1:
+        if getattr(s, name, 1) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(s, name)}: at least 1")
     return s
 
@@ -150,6 +155,15 @@ def generator(*key):
     """A generator for one purpose: keyed by (seed, step, row, ...), it does not depend on who draws before or after."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence([int(k) & 0xFFFFFFFF for k in key])
                                              .generate_state(1, np.uint64)[0] >> 1))
+
+
+def check_fits(cfg, rows, block_len):
+    """Refuse rows that are longer than the model's context, before the first step rather than in the middle."""
+    prompt, output = rows.lengths()
+    longest = int(prompt.max()) - 1 + -(-int(output.max()) // block_len) * block_len
+    if longest > cfg.ctx_len:
+        raise UserError(f"prompt and output take {longest} tokens, ctx_len is {cfg.ctx_len}: fewer --title-tokens or "
+                        "--candidates in data.prepare, or a larger ctx_len in stage.MODELS")
 
 
 # === Machine ==========================================================================================================
@@ -291,7 +305,7 @@ class Run:
         return torch.autocast(self.s.device.split(":")[0], dtype=torch.bfloat16, enabled=self.s.dtype == "bfloat16")
 
     def train(self, batch_loss, validate, flops):
-        """flops(step) -> floating-point operations of a step's matrix products, for the share of the measured rate."""
+        """flops(tokens) -> floating-point operations of training on them, for the share of the measured rate."""
         s = self.s
         rate = pick_dtype(s)
         body, embedding = self.model.size()
@@ -328,7 +342,7 @@ class Run:
                 bar.update()
                 if self.step % s.log_every == 0 or self.step == s.steps:
                     took = time.time() - mark
-                    mfu = flops(tokens) * len(losses) / took / rate
+                    mfu = flops(seen) / took / rate
                     bar.set_postfix(loss=f"{sum(losses) / len(losses):.3f}", tok_s=f"{seen / took:,.0f}", refresh=False)
                     self.log(loss=sum(losses) / len(losses), lr=self.lr(self.step - 1), grad_norm=float(norm),
                              tokens_per_s=seen / took, matmul_share=mfu, seconds=self.seconds)

@@ -47,6 +47,7 @@ def main(argv=None):
     # === 1. Two sets of traces, one after the other =====================================================
     sets = [prepare.Rows(folder / f"{name}.npz") for name in ("all", "accepted")]
     lengths = [np.add(*rows.lengths()) for rows in sets]
+    stage.check_fits(model.cfg, sets[0], block_len=1)
 
     def batch_loss(step):
         """-> ([(forward, weight)] one a micro-batch, tokens in the batch)."""

@@ -87,6 +87,7 @@ def main(argv=None):
     diffusion.convert(model, tok)
     run = stage.Run("cft", s, model, tok, summary)
     lengths = np.add(rows.lengths()[0], 3 * rows.lengths()[1])
+    stage.check_fits(model.cfg, rows, s.block_len)
 
     # === 2. A step: hide, pack, score ===================================================================
     def micro_batches(chosen, draw):

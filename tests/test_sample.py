@@ -1,0 +1,132 @@
+"""The sampler against the plain loops that it must equal."""
+import pytest
+import torch
+
+import diffusion
+import sample
+from sample import Decoder, decode
+
+
+def plain_ar(model, prompt, tok, max_len):
+    """One full forward a token, no cache: what the decoder at block length 1 has to reproduce."""
+    tokens, n = list(prompt), 0
+    while len(tokens) - len(prompt) < max_len:
+        x = torch.tensor([tokens])
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        with torch.no_grad():
+            h = model(x, torch.arange(x.shape[1])[None], mask)
+        tokens.append(int(diffusion.output_logits(model, h[:, -1], tok).argmax()))
+        n += 1
+        if tokens[-1] == tok.eos:
+            break
+    return tokens[len(prompt):], n
+
+
+def plain_blocks(model, prompt, tok, b, tau, blocks):
+    """Block decoding without cache: every step packs prompt, finished blocks and the canvas anew, with the training mask.
+    Returns the canvas, the log-probabilities and the number of forwards."""
+    y, logp, nfe = [], [], 0
+    for block in range(blocks):
+        now, fixed = [tok.mask] * b, [False] * b
+        lp = [0.0] * b
+        while not all(fixed):
+            out = torch.tensor(y + now)[None]
+            u = diffusion.shift(torch.tensor([prompt[-1]]), out)
+            hidden = torch.tensor([[False] * len(y) + [not f for f in fixed]])
+            view = diffusion.canvas(u, hidden, tok.mask, b)
+            head = prompt[:-1]
+            tokens = torch.cat((torch.tensor([head]), u[:, :len(y)], view[:, len(y):]), 1)
+            blk = torch.cat((torch.arange(len(head)) - len(head), torch.arange(len(y) + b) // b))
+            seg = (blk == block).long()
+            mask = diffusion.may_look(seg, blk, seg, blk)
+            with torch.no_grad():
+                h = model(tokens, torch.arange(tokens.shape[1])[None], mask)
+            token, conf, lps = sample.choose(diffusion.output_logits(model, h[:, -b:], tok), 0.0, None)
+            commit = diffusion.commit(conf, ~torch.tensor([fixed]), tau)[0]
+            nfe += 1
+            for j in range(b):
+                if commit[j]:
+                    now[j], fixed[j], lp[j] = int(token[0, j]), True, float(lps[0, j])
+        y, logp = y + now, logp + lp
+        if tok.eos in now:
+            break
+    return y, logp, nfe
+
+
+def test_block_length_one_is_ar(model, prompts, tok):
+    for prompt, _ in prompts[:4]:
+        [r] = decode(model, [prompt], tok, block_len=1, max_len=24)
+        tokens, n = plain_ar(model, prompt, tok, 24)
+        assert r.tokens == tokens and r.nfe == n
+
+
+@pytest.mark.parametrize("b,tau", [(1, 1.0), (4, 1.0), (4, 0.05), (7, 0.02)])
+def test_cached_equals_uncached(model, prompts, tok, b, tau):
+    for prompt, _ in prompts[::5]:
+        [r] = decode(model, [prompt], tok, block_len=b, tau=tau, max_len=3 * b)
+        canvas, logp, nfe = plain_blocks(model, prompt, tok, b, tau, 3)
+        assert r.canvas == canvas and r.nfe == nfe
+        assert torch.allclose(torch.tensor(r.logprob), torch.tensor(logp), atol=1e-5)
+
+
+@pytest.mark.parametrize("b", [1, 5])
+def test_batch_equals_singles(model, prompts, tok, b):
+    """Unequal prompts, rows that stop and commit at different steps."""
+    batch = decode(model, [p for p, _ in prompts], tok, block_len=b, tau=0.03, max_len=20)
+    for (prompt, _), r in zip(prompts, batch):
+        [single] = decode(model, [prompt], tok, block_len=b, tau=0.03, max_len=20)
+        assert r.tokens == single.tokens and r.nfe == single.nfe and r.step == single.step
+        assert torch.allclose(torch.tensor(r.logprob), torch.tensor(single.logprob), atol=1e-4)
+
+
+def test_rows_stop_at_eos_and_leave(model, prompts, tok):
+    """With <eos> made likely, rows end early and at different blocks; nothing follows the first <eos>."""
+    model.embed.weight.data[tok.eos] = model.embed.weight.data.mean(0) + 2.0
+    batch = decode(model, [p for p, _ in prompts], tok, block_len=4, tau=0.5, max_len=40, temperature=1.5,
+                   seeds=list(range(len(prompts))))
+    ends = [len(r.tokens) for r in batch if r.tokens[-1] == tok.eos]
+    assert len(set(ends)) > 1
+    for r in batch:
+        assert tok.eos not in r.tokens[:-1] and len(r.canvas) % 4 == 0 and len(r.step) == len(r.canvas)
+
+
+def test_noise_belongs_to_the_row(model, prompts, tok):
+    """Sampled outputs do not depend on how the prompts are split into batches, and differ between seeds."""
+    p, seeds = [p for p, _ in prompts], list(range(12))
+    one = decode(model, p, tok, 4, 0.2, 16, temperature=1.0, seeds=seeds, batch=12)
+    many = decode(model, p, tok, 4, 0.2, 16, temperature=1.0, seeds=seeds, batch=5)
+    assert [r.tokens for r in one] == [r.tokens for r in many]
+    other = decode(model, p, tok, 4, 0.2, 16, temperature=1.0, seeds=[s + 99 for s in seeds])
+    assert [r.tokens for r in one] != [r.tokens for r in other]
+
+
+def test_mask_and_pad_are_never_committed(model, prompts, tok):
+    model.embed.weight.data[tok.mask] = model.embed.weight.data[tok.pad] = 9.0      # as attractive as can be
+    for r in decode(model, [p for p, _ in prompts[:4]], tok, 4, 0.1, 16, temperature=2.0, seeds=[0, 1, 2, 3]):
+        assert tok.mask not in r.canvas and tok.pad not in r.canvas
+
+
+def test_nfe_counts_forwards_and_each_step_commits(model, prompts, tok):
+    calls = []
+    inner = model.forward
+    model.forward = lambda *a, **k: calls.append(a[0].shape) or inner(*a, **k)
+    [r] = decode(model, [prompts[3][0]], tok, block_len=4, tau=1.0, max_len=12)
+    model.forward = inner
+    assert r.nfe == len(calls) - 1                                  # the first forward is the prefill
+    for lo in range(0, len(r.step), 4):                             # tau = 1: one commit a step, all steps used
+        assert sorted(r.step[lo:lo + 4]) == [0, 1, 2, 3]
+
+
+def test_only_the_active_block_changes(model, prompts, tok):
+    seen = []
+    Decoder(model, [prompts[2][0]], tok, 4, 0.05, 12).run(watch=lambda d: seen.append((int(d.block[0]), list(d.out[0].canvas))))
+    for (_, a), (_, b) in zip(seen, seen[1:]):
+        assert b[:len(a)] == a
+
+
+def test_bad_settings_are_named(model, prompts, tok):
+    for kind in (dict(block_len=0), dict(tau=0.0), dict(tau=1.1), dict(temperature=-1.0)):
+        with pytest.raises(ValueError, match=list(kind)[0].split("_")[0]):
+            decode(model, [prompts[0][0]], tok, **{"block_len": 1, **kind})
+    with pytest.raises(ValueError, match="ctx_len"):
+        decode(model, [prompts[0][0]], tok, 1, max_len=1000)

@@ -1,0 +1,192 @@
+"""Resume, atomic saving, refusals: what a user's evening depends on."""
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import stage
+import train_ar
+from model import ModelConfig, Transformer
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def small_model(monkeypatch):
+    monkeypatch.setitem(stage.MODELS, "mini", dict(width=16, layers=1, heads=1, ctx_len=320))
+
+
+@pytest.fixture
+def train(rows, tmp_path, small_model):
+    """Runs train_ar on the miniature in a folder of its own; returns that folder."""
+    (tmp_path / "data").symlink_to(rows / "data")
+
+    def run(*flags, steps=20):
+        train_ar.main(["--preset", "mini", "--out", str(tmp_path), "--steps", str(steps), "--accepted-steps", "5",
+                       "--batch", "8", "--eval-every", "1000", "--eval-users", "4", "--log-every", "5",
+                       "--save-every", "10", "--device", "cpu", *flags])
+        return tmp_path
+    return run
+
+
+def test_resume_is_bit_exact(train, tmp_path, monkeypatch):
+    """Twenty steps = ten, a kill, ten more: the weights and the optimiser agree in every bit."""
+    train("--dtype", "float32")
+    whole = torch.load(tmp_path / "ar.state.pt", weights_only=True)
+    (tmp_path / "ar.state.pt").unlink()
+
+    class Killed(Exception):
+        pass
+
+    real = stage.batch_rows
+
+    def killer(lengths, batch, seed, step):
+        if step == 13:
+            raise Killed
+        return real(lengths, batch, seed, step)
+    monkeypatch.setattr(stage, "batch_rows", killer)
+    with pytest.raises(Killed):
+        train("--dtype", "float32")
+    monkeypatch.setattr(stage, "batch_rows", real)
+    assert torch.load(tmp_path / "ar.state.pt", weights_only=True)["step"] == 10
+    train("--dtype", "float32", "--resume")
+    again = torch.load(tmp_path / "ar.state.pt", weights_only=True)
+    for name, p in whole["model"].items():
+        assert torch.equal(p, again["model"][name]), name
+    for i, moments in whole["opt"]["state"].items():
+        assert all(torch.equal(v, again["opt"]["state"][i][k]) for k, v in moments.items())
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(train, tmp_path, monkeypatch):
+    real, seen = stage.batch_rows, []
+
+    def interrupting(*args):
+        seen.append(args[3])
+        if len(seen) == 5:
+            signal.raise_signal(signal.SIGINT)
+        return real(*args)
+    monkeypatch.setattr(stage, "batch_rows", interrupting)
+    with pytest.raises(SystemExit) as stop:
+        train()
+    assert "--resume" in str(stop.value) and "step 5" in str(stop.value)
+    assert torch.load(tmp_path / "ar.state.pt", weights_only=True)["step"] == 5
+    assert len(seen) == 5
+    train("--resume")
+    assert torch.load(tmp_path / "ar.state.pt", weights_only=True)["step"] == 20
+
+
+def test_a_kill_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "x.pt"
+    stage.save(path, {"v": 1})
+    monkeypatch.setattr(torch, "save", lambda state, f: (f.write(b"half"), (_ for _ in ()).throw(OSError("disk full"))))
+    with pytest.raises(OSError):
+        stage.save(path, {"v": 2})
+    assert torch.load(path, weights_only=True) == {"v": 1}
+
+
+def test_log_is_jsonl(train):
+    out = train()
+    lines = [json.loads(line) for line in (out / "ar.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in lines if "loss" in x] == [5, 10, 15, 20]
+    assert all(x["tokens_per_s"] > 0 and 0 < x["matmul_share"] < 2 for x in lines if "loss" in x)
+    assert any("valid_score" in x for x in lines)
+
+
+def test_other_settings_are_refused_on_resume(train):
+    train()
+    with pytest.raises(stage.UserError, match="--lr"):
+        train("--lr", "0.5", "--resume")
+
+
+def test_foreign_checkpoints_are_refused(tmp_path, prepared):
+    _, tok, summary = prepared
+    path = tmp_path / "ar.pt"
+    config = dict(vocab=tok.vocab, width=16, layers=1, heads=1, ctx_len=64, rope_base=1e4)
+    good = {"model": Transformer(ModelConfig(**config)).state_dict(), "config": config, "fingerprint": summary["fingerprint"]}
+
+    def refused(state, match):
+        torch.save(state, path)
+        with pytest.raises(stage.UserError, match=match) as e:
+            stage.load_model(path, tok, summary, "train it")
+        assert "ar.pt" in str(e.value) and "train it" in str(e.value)
+
+    torch.save(good, path)
+    stage.load_model(path, tok, summary, "train it")
+    refused(good | {"fingerprint": "other"}, "other rows")
+    refused(good | {"config": config | {"layers": 2}}, "another shape")
+    refused(good | {"config": config | {"vocab": 7}}, "vocabulary")
+    refused({"something": 1}, "not a model checkpoint")
+    path.write_bytes(b"not a checkpoint")
+    with pytest.raises(stage.UserError, match="not a checkpoint"):
+        stage.load_model(path, tok, summary, "train it")
+    path.unlink()
+    with pytest.raises(stage.UserError, match="missing"):
+        stage.load_model(path, tok, summary, "train it")
+
+
+def test_micro_batches_change_nothing(rows, tok, model):
+    """Gradient of a batch of eight = of two of four with other padding: one numerator, one denominator."""
+    import diffusion
+    from data import prepare
+    data = prepare.Rows(rows / "data" / "all.npz")
+    lengths = np.add(*data.lengths())
+    order = np.argsort(lengths)
+    chosen = [data[i] for i in np.concatenate([order[:4], order[-4:]])]
+
+    def gradient(size):
+        model.zero_grad()
+        parts = []
+        for lo in range(0, 8, size):
+            prompts, outputs = zip(*chosen[lo:lo + size])
+            packed = diffusion.pack(prompts, outputs, tok, 1)
+            w = diffusion.token_weights(outputs, packed.target.shape[1], tok, 0.5, 1.0, 0.0)[None]
+            parts.append((packed, w))
+        total = sum(float(w.sum()) for _, w in parts)
+        for packed, w in parts:
+            (diffusion.loss_sum(model, packed, w, tok) / total).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    assert torch.allclose(gradient(8), gradient(4), atol=1e-6)
+
+
+def test_data_order_covers_each_epoch_once():
+    lengths = np.arange(100) % 7
+    seen = np.concatenate([stage.batch_rows(lengths, 10, 3, step) for step in range(10)])
+    assert sorted(seen) == list(range(100))
+    assert np.array_equal(stage.batch_rows(lengths, 10, 3, 4), seen[40:50])             # a function of the step alone
+    assert not np.array_equal(np.concatenate([stage.batch_rows(lengths, 10, 3, s) for s in range(10, 20)]), seen)
+
+
+def test_generators_are_keyed():
+    draw = [torch.rand(3, generator=stage.generator(*key)) for key in ((0, 1, 2), (0, 1, 2), (0, 2, 1), (-1, 1, 2))]
+    assert torch.equal(draw[0], draw[1]) and not torch.equal(draw[0], draw[2]) and not torch.equal(draw[0], draw[3])
+
+
+@pytest.mark.parametrize("args,says", [(["--no-such-flag"], "no-such-flag"), (["--preset", "huge"], "huge"),
+                                       (["--preset", "mini", "--steps", "0"], "--steps 0"),
+                                       (["--preset", "mini", "--data", "/no/such"], "/no/such"),
+                                       (["--preset", "mini", "--resume", "--out", "OUT"], "ar.state.pt")])
+def test_mistakes_are_one_line(args, says, rows, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    if "OUT" in args:
+        (out / "data").symlink_to(rows / "data")
+    args = [str(out) if a == "OUT" else a for a in args] + ([] if "OUT" in args else ["--out", str(out)])
+    done = subprocess.run([sys.executable, str(ROOT / "train_ar.py"), *args], capture_output=True, text=True,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode != 0 and says in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()[-1]) > 10
+
+
+def test_rows_longer_than_the_context_are_refused(rows, tok):
+    from data import prepare
+    data = prepare.Rows(rows / "data" / "all.npz")
+    with pytest.raises(stage.UserError, match="ctx_len"):
+        stage.check_fits(ModelConfig(vocab=tok.vocab, ctx_len=64), data, 1)
+    stage.check_fits(ModelConfig(vocab=tok.vocab, ctx_len=400), data, 32)
