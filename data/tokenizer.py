@@ -35,7 +35,7 @@ SECTIONS = ["<pad>", "<mask>", "<eos>", "<history>", "<candidates>", "<rank>", "
 def train_bpe(texts, merges):
     """Byte-pair encoding (Sennrich et al., 2016) over the words of `texts`: {bytes: rank}, 256 bytes first.
 
-    Words are counted once; a merge touches only the words that hold its pair. Ties go to the smaller pair of bytes,
+    Words are counted once; a merge touches only the words that hold its pair. Ties go to the larger pair of bytes,
     so the result does not depend on the order of the texts.
     """
     count = Counter(word for text in texts for word in regex.findall(PATTERN, text))

@@ -53,15 +53,6 @@ def everything(s):
     return np.concatenate([value for value in vars(s).values()], axis=1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Sums are tiny here: a second thread only waits for the first, for minutes where cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def made(split_folder):
     """(sets, tokenizer, summary) of the miniature."""
@@ -341,12 +332,17 @@ def test_prefixes_are_scored_without_their_user(split_folder, monkeypatch):
 
 
 def test_semantic_ids_are_unique():
-    """Also where vectors are equal: those share three codes and differ in the last."""
+    """Also where vectors are equal: those share three codes, differ in the last. No global seed has a say."""
     x = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)).repeat(4, 1)
     codes, alone = semantic_ids.semantic_ids(x)
     assert len(np.unique(codes, axis=0)) == 160 and alone == 0
     assert (codes[:40, :3] == codes[40:80, :3]).all() and np.array_equal(codes, semantic_ids.semantic_ids(x)[0])
     assert semantic_ids.semantic_ids(torch.zeros(5, 6))[0][:, 3].tolist() == [0, 1, 2, 3, 4]
+    fit = SimpleNamespace(s=x @ x.T, like=torch.randn(160, 160, generator=torch.Generator().manual_seed(1)))
+    torch.manual_seed(1)
+    one, state = semantic_ids.vectors(fit), torch.get_rng_state()
+    torch.manual_seed(2)
+    assert torch.equal(semantic_ids.vectors(fit), one) and not torch.equal(torch.get_rng_state(), state)
 
 
 # === Tokenizer ========================================================================================================
@@ -377,9 +373,10 @@ def test_names_do_not_clash():
 
 
 def test_bpe_by_hand_and_in_any_order():
-    """The commonest pair first, and nothing for a pair that occurs once."""
+    """The commonest pair first, the larger of equals, and nothing for a pair that occurs once."""
     assert list(train_bpe(["ab ab", "ab c"], 9))[256:] == [b"ab"]           # " ab" occurs once: not worth a token
     assert list(train_bpe(["ab ab ab", "c"], 9))[256:] == [b"ab", b" ab"]
+    assert list(train_bpe(["ab", "cd", "cd", "ab"], 9))[256:] == [b"cd", b"ab"]
     texts = [f"soap {i % 7} crème {i % 3} shampoo" for i in range(40)]
     ranks = train_bpe(texts, 30)
     assert ranks == train_bpe(texts[::-1], 30) and sorted(ranks.values()) == list(range(len(ranks)))
@@ -398,17 +395,18 @@ def test_prompts_say_what_is_shown(shown, tok):
 
 
 def test_claims_by_hand():
+    """The newest purchase's kind and brand with their counts in the history; matches of each candidate with it."""
     tok = Tokenizer({bytes([b]): b for b in range(256)}, ["X", "Y"], ["P", "Q"], [])
     (o, x, y), (_, p, q) = tok.brand, tok.kind
     rest = {f: np.array([[1, 2, -1]]) for f in ("score", "pop", "like", "link", "together", "next")}
-    s = dataset.Shown(np.array([[y, x, o, o, o, x, -1, -1]]), np.array([[p, q, q, p, q, q, -1, -1]]),
+    s = dataset.Shown(np.array([[x, y, o, o, o, x, -1, -1]]), np.array([[q, p, p, q, q, q, -1, -1]]),
                       np.array([[x, o, -1]]), np.array([[q, p, -1]]), **rest)
     pattern, lines = dataset.claims(s, tok)
     assert pattern[0].tolist() == [q, tok.kind_count[3], x, tok.brand_count[2]]          # 3+: the last bucket
     assert lines[0].tolist() == [[tok.slots[0], tok.brand_count[2], tok.kind_count[3], 1, 1, 1],
                                  [tok.slots[1], tok.brand_count[0], tok.kind_count[2], 2, 2, 2], [-1] * 6]
-    s.history_brand[:], s.history_kind[0] = o, [p, q] + [-1] * 6
-    assert dataset.claims(s, tok)[0][0].tolist() == [p, tok.kind_count[1], o, tok.brand_count[0]]    # newest of equals
+    s.history_brand[:], s.history_kind[0] = o, [p, q, q] + [-1] * 5
+    assert dataset.claims(s, tok)[0][0].tolist() == [p, tok.kind_count[1], o, tok.brand_count[0]]    # "other": no match
 
 
 @pytest.mark.parametrize("grade,pick,order", [

@@ -1,0 +1,340 @@
+"""The judge, judged: every figure of the ladder passes through ranking.py, so its cases are worked out by hand."""
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import ranking
+from data import dataset, prepare
+from ranking import Parsed, bootstrap, consistent, grounding, ladder_row, metrics, order_row, parse, reward
+from sample import Rollout
+
+LETTERS = "ABCDEFGHIJ"
+
+
+def answer(tok, letters):
+    """A short output that answers with these identifiers."""
+    return [tok.think, tok.grade[3], tok.answer, *(tok.slots[LETTERS.index(x)] for x in letters), tok.eos]
+
+
+def reasoned(tok, grades, top, letters):
+    """An output by hand, as in reasoned(tok, [3, 5], "5B 3A", "BA"): its verdicts are these, its claims arbitrary."""
+    out = [tok.think, tok.kind[1], tok.kind_count[1], tok.brand[1], tok.brand_count[1]]
+    for slot, g in zip(tok.slots, grades):
+        out += [slot, tok.brand_count[0], tok.kind_count[0], tok.h[0], tok.together[0], tok.next[0], tok.grade[g]]
+    out.append(tok.top)
+    for place in top.split():
+        out += [tok.grade[int(place[0])], tok.slots[LETTERS.index(place[1])]]
+    return out + answer(tok, letters)[2:]
+
+
+def put(output, at, token):
+    """A copy of output with another token in one place."""
+    return output[:at] + [token] + output[at + 1:]
+
+
+def load(rows, name):
+    """One set of traces: its Rows, prompts and outputs."""
+    r = prepare.Rows(rows / "data" / f"{name}.npz")
+    return r, *zip(*(r[i] for i in range(len(r))))
+
+
+# === Parser ===========================================================================================================
+
+def test_parser_names_each_failure(tok):
+    """A permutation of what was shown becomes an order; anything else gets a name and no order."""
+    def kind(output, n=3):
+        parsed = parse(output, tok, n)
+        assert parsed.order is None and parsed.failure in ranking.FAILURES
+        return parsed.failure
+
+    assert parse(answer(tok, "CAB"), tok, 3) == Parsed(order=[2, 0, 1])
+    assert parse(np.array(answer(tok, LETTERS[::-1])), tok, 10).order == list(range(10))[::-1]
+    assert kind([]) == kind(answer(tok, "CAB")[:-1]) == kind([7] * 50) == "no_eos"
+    assert kind([tok.eos]) == kind([tok.think, *tok.slots[:3], tok.eos]) == kind(range(tok.vocab)) == "no_answer"
+    assert kind(answer(tok, "")) == kind(answer(tok, "CA")) == "omission"
+    assert kind(answer(tok, "CAC")) == kind(answer(tok, "CC")) == kind(answer(tok, "CABA")) == "duplicate"
+    assert kind(answer(tok, "CAD")) == kind(answer(tok, "CABD")) == kind(answer(tok, "D")) == "out_of_set"
+    assert parse(answer(tok, "CABD"), tok, 4).order == [2, 0, 1, 3]
+    for strange in (tok.pad, tok.mask, tok.answer, tok.think, tok.grade[0], tok.h[0], 65, tok.vocab + 5, -1):
+        for at in range(3, 7):                                      # before, between and after the identifiers
+            output = answer(tok, "CAB")
+            assert kind(output[:at] + [strange] + output[at:]) == "malformed", (strange, at)
+
+
+def test_only_the_answer_before_eos_counts(tok):
+    """What follows the first <eos> neither helps nor hurts, and what precedes <answer> is free."""
+    good = answer(tok, "BCA")
+    for tail in ([tok.slots[0]], [tok.pad] * 4, answer(tok, "ABC"), [tok.eos, tok.eos]):
+        assert parse(good + tail, tok, 3).order == [1, 2, 0]
+    assert parse([tok.mask, tok.slots[9], tok.pad, *good], tok, 3).order == [1, 2, 0]
+    assert parse([tok.eos] + good, tok, 3).failure == "no_answer"
+    assert parse(answer(tok, "BC") + [tok.slots[0], tok.eos], tok, 3).failure == "omission"
+
+
+def test_parser_against_all_short_answers(tok):
+    """Of all answers of up to four tokens about two candidates, exactly AB and BA pass; overflow alone cannot occur."""
+    met = {parse([], tok, 2).failure, parse([tok.eos], tok, 2).failure}
+    alphabet = [*tok.slots[:3], tok.grade[0]]
+    for length in range(5):
+        for said in itertools.product(alphabet, repeat=length):
+            parsed = parse([tok.think, tok.answer, *said, tok.eos], tok, 2)
+            want = [tok.slots.index(t) for t in said] if set(said) == set(tok.slots[:2]) and length == 2 else None
+            assert parsed.order == want
+            met.add(parsed.failure)
+    assert met == set(ranking.FAILURES) - {"overflow"} | {None}
+
+
+# === Metrics, reward, intervals =======================================================================================
+
+def test_metrics_by_hand():
+    """Ranks 1, 2, 3, 11 and infinity; the discount is 1 / log2(1 + rank), and the cut at K is inclusive."""
+    m = metrics([1, 2, 3, 11, math.inf])
+    assert (m["r1"], m["r3"], m["r5"], m["r10"]) == (.2, .6, .6, .6) and m["ndcg1"] == .2
+    assert m["ndcg3"] == m["ndcg5"] == m["ndcg10"] == pytest.approx((1 + 0.6309298 + 0.5) / 5)
+    m = metrics([4])
+    assert (m["r3"], m["ndcg3"], m["r5"]) == (0, 0, 1) and m["ndcg5"] == pytest.approx(0.4306766)
+    assert metrics([10])["r10"] == 1 and metrics([11])["r10"] == metrics([11])["ndcg10"] == 0
+    assert ranking.rank_of([2, 0, 1], 1) == 3 and ranking.rank_of([2, 0, 1], None) == math.inf
+
+
+def test_ties_count_against_the_target():
+    """A constant scorer, or one that only gives NaN, gets no Recall@1 wherever the target stands."""
+    for scores in ([0.5] * 10, [math.nan] * 10):
+        assert [ranking.rank_by_score(scores, t) for t in range(10)] == [10] * 10
+    assert [ranking.rank_by_score([.1, .9, .5, .5], t) for t in range(4)] == [4, 1, 3, 3]
+
+
+def test_plain_orders_as_rows():
+    """Floor, reverse, random and oracle over targets spread evenly on ten places."""
+    targets, rng = list(range(10)) * 200, np.random.default_rng(0)
+    floor = order_row("floor", [list(range(10))] * 2000, targets)
+    reverse = order_row("reverse", [list(range(10))[::-1]] * 2000, [0] * 2000)
+    random = order_row("random", [rng.permutation(10).tolist() for _ in targets], targets)
+    oracle = order_row("oracle", [[t] + [c for c in range(10) if c != t] for t in targets], targets)
+    assert (floor["system"], floor["n"], floor["r1"], floor["r3"], floor["r5"]) == ("floor", 2000, .1, .3, .5)
+    assert floor["ndcg3"] == pytest.approx(.2130930) and floor["tau"] is None
+    assert reverse["r5"] == reverse["ndcg5"] == 0
+    assert abs(random["r1"] - .1) < .03 and abs(random["r3"] - .3) < .04
+    assert oracle["r1"] == oracle["ndcg3"] == oracle["ndcg5"] == 1 and oracle["r1_ci"] == [1, 1]
+    assert floor["hits1"] == [float(t == 0) for t in targets] and "r1_minus_ar" not in floor
+
+
+@pytest.mark.parametrize("order,target,rank,fmt", [
+    ([3, 0, 1, 2, 4, 5, 6, 7, 8, 9], 3, 0.3, 0.2),                  # rises by three of ten
+    ([0, 2, 1, 3, 4, 5, 6, 7, 8, 9], 1, -0.1, 0.0),                 # falls
+    ([9, 1, 2, 3, 4, 5, 6, 7, 8, 0], 4, 0.0, 0.0),                  # stays, though others move
+    ([0, 9, 1, 2, 3, 4, 5, 6, 7, 8], 0, 0.0, 0.2),                  # first stays first
+    ([9, 8, 7, 6, 5, 4, 3, 2, 1, 0], 0, -0.9, 0.0),                 # first falls
+    ([9, 8, 7, 6, 5, 4, 3, 2, 1, 0], 9, 0.9, 0.2)])                 # last becomes first
+def test_reward_by_hand(order, target, rank, fmt):
+    r = reward(Parsed(order=order), target, 10)
+    assert (r["rank"], r["format"], r["invalid"]) == pytest.approx((rank, fmt, 0))
+    assert r["total"] == pytest.approx(rank + fmt)
+
+
+def test_copying_earns_nothing_and_failing_costs_one():
+    """The pre-rank order pays only where the target was first; a failure costs 1 wherever it was; parts add up."""
+    for target in range(10):
+        same = Parsed(order=list(range(10)))
+        assert ranking.copied(same) and reward(same, target, 10)["total"] == (0.2 if target == 0 else 0.0)
+        for kind in ranking.FAILURES:
+            r = reward(Parsed(failure=kind), target, 10)
+            assert r["total"] == r["rank"] + r["format"] + r["invalid"] == -1 and not ranking.copied(Parsed(failure=kind))
+    assert not ranking.copied(Parsed(order=[0, 2, 1]))
+
+
+def test_bootstrap():
+    """As wide as theory says, around the mean, the same for the same seed; paired it knows that users are the same."""
+    rng = np.random.default_rng(1)
+    a = (rng.random(400) < .3).astype(float)
+    b = np.where(rng.random(400) < .05, 1 - a, a)                   # the same users, a few of them different
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    lo, hi = bootstrap(a)
+    assert lo < a.mean() < hi and (hi - lo) == pytest.approx(2 * 1.96 * a.std() / 20, rel=.1)
+    low, high = bootstrap(b, a)
+    assert low < (b - a).mean() < high and high - low < .6 * (hi - lo)
+    assert [low, high] == pytest.approx(bootstrap((b - a).tolist())) and bootstrap(a, a) == [0, 0]
+    assert bootstrap(a) == [lo, hi] != bootstrap(a, seed=1) and bootstrap([.7]) == [.7, .7]
+    assert torch.equal(before, torch.get_rng_state())               # it leaves the global generator alone
+
+
+# === Grounding ========================================================================================================
+
+def test_teacher_is_grounded_and_consistent(rows, prepared):
+    """Every trace, greedy or drawn, with six candidates or fewer, says only what its prompt shows and follows itself."""
+    k = prepared[2]["config"]["candidates"]
+    for name in ("all", "accepted", "test"):
+        r, prompts, outputs = load(rows, name)
+        assert set(grounding(prompts, outputs, prepared[1], k).values()) == {1.0}, name
+        assert all(consistent(o, prepared[1]) for o in outputs), name
+        assert ranking.shown_counts(prompts, prepared[1]) == r.n.tolist()
+        assert all(parse(o, prepared[1], n).order is not None for o, n in zip(outputs, r.n))
+        if name == "all":
+            assert min(r.n) < k == max(r.n)
+        if name == "accepted":                                      # some picks are not the first of the best grade
+            greedy = [dataset.order_by(np.array([[prepared[1].grade.index(o[11 + dataset.LINE * j])
+                                                  for j in range(n)]]))[0, 0] for o, n in zip(outputs, r.n)]
+            assert any(parse(o, prepared[1], n).order[0] != g for o, n, g in zip(outputs, r.n, greedy))
+
+
+def test_one_wrong_claim_costs_its_part(prompts, tok):
+    """Each of the 4 + 6n claim tokens, changed alone, lowers the share by its own claims and no other part."""
+    for prompt, output in (prompts[0], prompts[-1]):                # few candidates and many
+        [n] = ranking.shown_counts([prompt], tok)
+        total = 2 + 5 * n
+
+        def lost(said):
+            g = grounding([prompt], [said], tok, 6)
+            share = g.pop("grounding")
+            return round((1 - share) * total, 6), {p: round((1 - v) * (2 if p == "pattern" else n), 6)
+                                                   for p, v in g.items() if v < 1}
+        for at in range(1, 5):
+            assert lost(put(output, at, tok.mask)) == (1, {"pattern": 1})
+        for j in range(n):
+            at = 5 + dataset.LINE * j
+            for c, name in enumerate(("brand", "kind", "link", "together", "next"), 1):
+                family = getattr(tok, {"brand": "brand_count", "kind": "kind_count", "link": "h"}.get(name, name))
+                other = family[(family.index(output[at + c]) + 1) % len(family)]
+                assert lost(put(output, at + c, other)) == (1, {name: 1})
+            assert lost(put(output, at, tok.slots[j + 1]))[0] == 5  # another's identifier: all five are misplaced
+            assert lost(put(output, at + 6, tok.grade[0]))[0] == 0  # a verdict is an opinion, not a claim
+
+
+def test_lines_elsewhere_missing_or_after_the_end_are_wrong(prompts, tok):
+    """Claims count at their place only, never cost fewer than all that is missing, and nothing counts after <eos>."""
+    prompt, output = prompts[-1]
+    total, line = 2 + 5 * 6, [output[5 + dataset.LINE * j:12 + dataset.LINE * j] for j in range(6)]
+    head, tail = output[:5], output[5 + dataset.LINE * 6:]
+
+    def right(said):
+        return round(grounding([prompt], [said], tok, 6)["grounding"] * total, 6)
+    assert right(head + line[1] + line[0] + sum(line[2:], []) + tail) == total - 10         # another order
+    assert right(head + line[0] + line[0] + sum(line[2:], []) + tail) == total - 5          # repeated in place of B
+    assert right(head + line[0] + sum(line, []) + tail) == 2 + 5                            # repeated: all move on
+    assert right(head + sum(line[:4], []) + tail) == total - 10                             # two lines missing
+    assert right(output[:5 + dataset.LINE * 2 + 3]) == 2 + 10 + 2                           # cut within a line
+    assert right([]) == right([tok.eos]) == right([tok.pad] * 500) == right(list(range(tok.vocab))) == 0
+    assert right(output[:12] + [tok.eos] + output[13:]) == 2 + 5                            # the rest comes too late
+    assert right(output + [tok.slots[0]] * 30) == total
+
+
+def test_grounding_is_a_share_of_all_claims(prompts, tok):
+    """Over outputs of unequal size every claim weighs the same, and an empty output loses all of its own."""
+    (short, said), (long, _) = prompts[0], prompts[-1]
+    [n, k] = ranking.shown_counts([short, long], tok)
+    assert n < k == 6
+    g = grounding([short, long], [said, []], tok, k)
+    assert g["grounding"] == pytest.approx((2 + 5 * n) / (4 + 5 * n + 5 * k))
+    assert g["pattern"] == .5 and g["brand"] == g["next"] == pytest.approx(n / (n + k))
+
+
+# === Consistency ======================================================================================================
+
+def test_consistency_by_hand(tok):
+    """The pick is free; after it grades decide, ties in pre-rank order, and the answer is those three, then the rest."""
+    grades = [3, 5, 5, 2]
+    for top, letters in (("5B 5C 3A", "BCAD"), ("2D 5B 5C", "DBCA"), ("3A 5B 5C", "ABCD"), ("5C 5B 3A", "CBAD")):
+        assert consistent(reasoned(tok, grades, top, letters), tok), top
+    assert consistent(reasoned(tok, [0, 0, 7, 0], "7C 0A 0B", "CABD"), tok)
+    assert consistent(reasoned(tok, [1, 4], "4B 1A", "BA"), tok)    # fewer candidates than places on top
+    for top, letters in (("5B 5C 3A", "BCDA"),                      # the rest, or its end, in another order
+                         ("5B 5C 3A", "CBAD"), ("5B 5C 3A", "BCA"), ("5B 5C 3A", "BCADD"), ("5B 5C 3A", ""),
+                         ("2D 5C 5B", "DCBA"), ("2D 3A 5B", "DABC"), ("5B 3A 5C", "BACD"),      # wrong second place
+                         ("4B 5C 3A", "BCAD"), ("5B 5C 2A", "BCAD"),                            # not its line's grade
+                         ("5B 5C", "BCAD"), ("5B 5C 3A 2D", "BCAD"), ("", "BCAD"), ("5E 5B 5C", "EBCA")):
+        assert not consistent(reasoned(tok, grades, top, letters), tok), (top, letters)
+
+
+def test_consistency_of_broken_outputs(tok, prompts):
+    """No grade, no line, no mark, no end, or a line that names another candidate: nothing follows from those."""
+    good = reasoned(tok, [3, 5, 5, 2], "5B 5C 3A", "BCAD")
+    line = [good[5 + dataset.LINE * j:12 + dataset.LINE * j] for j in range(4)]
+    assert consistent(good, tok) and consistent(good + answer(tok, "A"), tok) and consistent(np.array(good), tok)
+    head, tail = good[:5], good[5 + dataset.LINE * 4:]
+    for lines in (line[:3], line + line[3:], [], [line[1], line[0], *line[2:]], [*line[:2], line[1], line[3]],
+                  [*line, [tok.mask] * 3]):
+        assert not consistent(head + sum(lines, []) + tail, tok), lines
+    for at in (11, 18, 25, 32):
+        assert not consistent(put(good, at, tok.next[0]), tok)      # no grade where the grade stands
+    for mark in (tok.top, tok.answer, tok.eos):
+        assert not consistent(put(good, good.index(mark), tok.pad), tok), mark
+    swapped = put(put(good, good.index(tok.top), tok.answer), good.index(tok.answer), tok.top)
+    for said in ([], [tok.eos], [tok.top], [tok.top, tok.answer, tok.eos], good[:-1], good[:40], swapped, [tok.top] * 99,
+                 list(range(tok.vocab)), good + good[-1:] * 0 + [tok.eos] if False else [tok.answer, tok.top, tok.eos]):
+        assert not consistent(said, tok)
+    assert not consistent(put(prompts[-1][1], -2 % len(prompts[-1][1]), tok.slots[0]), tok)
+
+
+# === Rows of the ladder ===============================================================================================
+
+@pytest.fixture
+def judged(prompts, tok):
+    """Five rollouts of the longest prompt: (prompts, rollouts, targets). Valid and first, valid and second, cut off with
+    the target first, a duplicate with the target third, and the pre-rank order copied with the target second."""
+    prompt, trace = prompts[-1]
+    order = parse(trace, tok, 6).order
+    outputs = [trace, trace, trace[:-1], answer(tok, "AABCDE"), answer(tok, "ABCDEF")]
+    rollouts = [Rollout(o, nfe=10 * (i + 1)) for i, o in enumerate(outputs)]
+    return [prompt] * 5, rollouts, [order[0], order[1], 0, 2, 1]
+
+
+def test_ladder_row_by_hand(judged, tok):
+    """Failures fall back to the pre-rank order in the accuracy, are misses in the strict figure, and are counted."""
+    prompts, rollouts, targets = judged
+    row = ladder_row("x", prompts, rollouts, targets, tok, 6, tau=0.9)
+    assert row["hits1"] == [1, 0, 1, 0, 0] and row["r1"] == .4 and row["r3"] == 1 and row["n"] == 5
+    second = 1 / math.log2(3)
+    assert row["ndcg3"] == pytest.approx((1 + second + 1 + .5 + second) / 5)
+    assert row["ndcg3_strict"] == pytest.approx((1 + second + second) / 5)
+    assert row["valid"] == .6 and row["failures"] == {"no_eos": .2, "duplicate": .2} and row["copy_rate"] == .2
+    assert row["tau"] == .9 and row["consistency"] == .4 and row["grounding"] == pytest.approx(.6)
+    assert row["grounding_parts"] == pytest.approx({p: .6 for p in ranking.CLAIMS})
+    tokens = sum(len(r.tokens) for r in rollouts)
+    assert row["nfe"] == 30 and row["tokens"] == tokens / 5 and row["tokens_per_nfe"] == pytest.approx(tokens / 150)
+    written = ladder_row("teacher", prompts, [Rollout(r.tokens) for r in rollouts], targets, tok, 6)
+    assert "nfe" not in written and "tokens_per_nfe" not in written and "r1_minus_ar" not in written
+    assert written["tokens"] == row["tokens"]
+
+
+def test_only_a_failure_falls_back(tok):
+    """An answer is shown as it is, however bad; a failure shows the pre-rank order of as many as there were."""
+    assert ranking.order_shown(parse(answer(tok, "CBA"), tok, 3), 3) == [2, 1, 0]
+    for output in ([], answer(tok, "CB"), answer(tok, "CBB"), answer(tok, "CBAD")):
+        assert ranking.order_shown(parse(output, tok, 3), 3) == [0, 1, 2]
+
+
+def test_difference_is_paired_with_the_other_row(judged, tok):
+    """Mean and interval of this row minus that one, user by user."""
+    other = [0.0, 0.0, 1.0, 1.0, 0.0]
+    row = ladder_row("x", *judged, tok, 6, against=other)
+    assert row["r1_minus_ar"] == pytest.approx(.4 - .4)
+    assert row["r1_minus_ar_ci"] == bootstrap([1, 0, 0, -1, 0])
+    same = ladder_row("x", *judged, tok, 6, against=row["hits1"])
+    assert same["r1_minus_ar"] == 0 and same["r1_minus_ar_ci"] == [0, 0]
+    worse = order_row("w", [[1, 0]] * 4, [0] * 4, against=[1.0, 1.0, 1.0, 0.0])
+    assert worse["r1_minus_ar"] == -.75 and worse["r1_minus_ar_ci"][1] <= 0
+
+
+def test_table_and_ladder_print(judged, tok, capsys):
+    """A line a row, aligned, blank where a system has no value; below it the differences and how outputs failed."""
+    prompts, rollouts, targets = judged
+    floor = order_row("floor", [list(range(6))] * 5, targets)
+    teacher = ladder_row("teacher", prompts, [Rollout(r.tokens) for r in rollouts], targets, tok, 6)
+    ar = ladder_row("ar", *judged, tok, 6)
+    cft = ladder_row("cft", *judged, tok, 6, tau=0.9, against=ar["hits1"])
+    lines = ranking.table([floor, teacher, ar, cft]).split("\n")
+    assert len(lines) == 5 and len({len(line) for line in lines}) == 1
+    assert lines[1].split() == ["floor", "0.200", "[{:.3f},".format(floor["r1_ci"][0]), "{:.3f}]".format(floor["r1_ci"][1]),
+                                "{:.3f}".format(floor["r3"]), "{:.3f}".format(floor["ndcg3"])]
+    assert lines[2].split()[-4:] == ["60.0%", "60.0%", "40.0%", "20.0%"] and lines[2].endswith(" " * 16)
+    assert lines[3].split()[-2:] == ["30.0", "{:.1f}".format(ar["tokens_per_nfe"])] and lines[3][16:21].strip() == ""
+    assert lines[4][16:21].strip() == "0.90"
+    ranking.show_ladder([floor, teacher, ar, cft], hit_rate=.1)
+    said = capsys.readouterr().out
+    assert said.startswith("\n".join(lines)) and "ar: R@1 on all users 0.0400 (floor 0.0200)" in said
+    assert "cft, tau 0.90: R@1 on all users" in said and "R@1 minus ar: +0.0000, 95% interval [+0.0000, +0.0000]" in said
+    assert said.count("failures: no_eos 20.00%, duplicate 20.00%") == 2 and said.count("R@1 minus floor: +0.2000") == 2
