@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from data import prepare
 from data.amazon import DataError
+from data.prepare import flag
 from data.tokenizer import Tokenizer
 from model import ModelConfig, Transformer
 
@@ -38,11 +39,6 @@ SHIPPED = Path(__file__).resolve().parent / "data" / "weights"         # trained
 
 class UserError(Exception):
     """A mistake that a user can mend: shown as one line, without a traceback."""
-
-
-def flag(default, help):
-    """A settings field with its help text: `python train_x.py --help` is made from these."""
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass
@@ -77,12 +73,8 @@ class Settings(Common):
 
 def settings(cls, presets, doc, argv=None):
     """Flags -> a filled settings dataclass. An unknown flag or preset ends with argparse's one line."""
-    ap = argparse.ArgumentParser(description=doc.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for f in fields(cls):
-        kind = dict(action="store_true") if f.type in (bool, "bool") else dict(type=type(f.default))
-        choices = dict(choices=list(MODELS)) if f.name == "preset" else {}
-        ap.add_argument(f"--{f.name.replace('_', '-')}", help=f.metadata["help"] + " ", default=argparse.SUPPRESS,
-                        **kind, **choices)
+    ap = argparse.ArgumentParser(description=doc.split("\n\n")[0])
+    prepare.add_flags(ap, cls, presets, {"preset": {"choices": list(MODELS)}})
     given = vars(ap.parse_args(argv))
     preset = given.get("preset") or ("beauty" if torch.cuda.is_available() else "mini")
     if not given.get("preset"):

@@ -19,7 +19,7 @@ import json
 import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -30,20 +30,41 @@ from data.amazon import DataError
 from data.tokenizer import Tokenizer
 
 
+def flag(default, help):
+    """A settings field with its help text: the flags of every command are made from these."""
+    return field(default=default, metadata={"help": help})
+
+
+def add_flags(ap, cls, presets, choices={}):
+    """One flag for each field of a settings dataclass; its help ends with the default, or with what each preset sets.
+    A flag that is not given is absent from the namespace, so that presets can fill in."""
+    def text(value):
+        return f"{value:g}" if isinstance(value, float) else str(value)
+
+    for f in fields(cls):
+        set_by = {name: (p if isinstance(p, dict) else vars(p)).get(f.name, f.default) for name, p in presets.items()}
+        shown = f" (default {text(f.default)})" if f.default not in ("", False) else ""
+        if len(set(set_by.values())) > 1:
+            shown = " (" + ", ".join(f"{name} {text(v)}" for name, v in set_by.items()) + ")"
+        kind = dict(action="store_true") if f.default is False else dict(type=type(f.default))
+        ap.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, help=f.metadata["help"] + shown,
+                        **kind, **choices.get(f.name, {}))
+
+
 @dataclass
 class DataConfig:
     """What decides the rows. A checkpoint remembers the rows it was trained on and refuses others."""
-    data: str = str(amazon.HOME)     # folder with users.tsv.gz and items.tsv.gz
-    core: int = 5                    # least purchases of a user and of an item (k-core)
-    candidates: int = 10             # how many the retriever hands over (at most 10)
-    folds: int = retriever.FOLDS     # how many of the five folds of users give training prefixes
-    sids: int = 0                    # 1: the prompt shows each item's four semantic-ID tokens
-    title_tokens: int = 0            # the prompt shows each title cut to so many pieces
-    merges: int = 256                # size of the BPE beyond the 256 bytes
-    drop: float = 0.1                # share of training rows from which candidates are removed at random
-    tries: int = 4                   # draws per prompt in rejection sampling
-    temperature: float = 1 / 3       # of those draws
-    data_seed: int = 0
+    data: str = flag(str(amazon.HOME), "folder with users.tsv.gz and items.tsv.gz")
+    core: int = flag(5, "least purchases of a user and of an item (k-core)")
+    candidates: int = flag(10, "how many the retriever hands over, at most 10")
+    folds: int = flag(retriever.FOLDS, "how many of the five folds of users give training prefixes")
+    sids: int = flag(0, "1: the prompt shows each item's four semantic-ID tokens")
+    title_tokens: int = flag(0, "the prompt shows each title cut to so many pieces")
+    merges: int = flag(256, "size of the BPE beyond the 256 bytes")
+    drop: float = flag(0.1, "share of training rows from which candidates are removed at random")
+    tries: int = flag(4, "draws per prompt in rejection sampling")
+    temperature: float = flag(1 / 3, "softmax temperature of those draws")
+    data_seed: int = flag(0, "of the teacher, the draws and the removals")
 
 
 PRESETS = {
@@ -53,6 +74,7 @@ PRESETS = {
 }
 # What Beauty gave when this was written, for the eye: users, items and interactions are the field's 5-core counts.
 LONGEST = 1000                       # of a longer history the newest count: its prefixes would cost its square
+MOST_ITEMS = 30_000               # four dense items x items matrices: 10 GB at this size, 2 GB for Beauty
 EXPECTED = {"users": 22363, "items": 12101, "interactions": 198502, "sid_unique": 1.0}
 
 
@@ -61,6 +83,9 @@ def sequences(split, cfg):
     LONGEST."""
     kept = retriever.k_core(dict(enumerate(split.histories)), cfg.core)
     kept = {u: h[-LONGEST:] for u, h in kept.items() if len(h) >= 3}
+    if len(split.asin) > MOST_ITEMS:
+        raise DataError(f"{cfg.data}: {len(split.asin):,} items; the retriever's dense matrices hold up to "
+                        f"{MOST_ITEMS:,}. A smaller category, or sparse rows in data/retriever.py, will do")
     if not kept:
         raise DataError(f"{cfg.data}: no user has {max(cfg.core, 3)} purchases of items bought {cfg.core} times; "
                         "a smaller --core lets more in")
@@ -259,20 +284,14 @@ def show_summary(s):
         print(f"  {name:36} {found:36} {expected}")
 
 
-def add_flags(ap, defaults):
-    """One flag for each field of a settings dataclass, with its comment in the source as help."""
-    for f in fields(defaults):
-        ap.add_argument(f"--{f.name}", type=type(getattr(defaults, f.name)), default=None, metavar=f.name.upper())
-
-
 def main(argv=None):
-    ap = argparse.ArgumentParser(description="Prepare training rows from a split (see DataConfig for the settings).")
+    ap = argparse.ArgumentParser(description="Prepare training rows from a split.")
     ap.add_argument("--preset", choices=list(PRESETS), default="small")
     ap.add_argument("--out", default=None, help="folder of the run (default out/<preset>); rows go to <out>/data")
-    add_flags(ap, DataConfig())
+    add_flags(ap, DataConfig, PRESETS)
     args = vars(ap.parse_args(argv))
     preset, out = args.pop("preset"), args.pop("out")
-    cfg = DataConfig(**{**asdict(PRESETS[preset]), **{k: v for k, v in args.items() if v is not None}})
+    cfg = DataConfig(**{**asdict(PRESETS[preset]), **args})
     folder = Path(out or f"out/{preset}") / "data"
     try:
         check(cfg)
