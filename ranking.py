@@ -65,8 +65,8 @@ def rank_of(order, target):
 
 
 def rank_by_score(scores, target):
-    """Rank from 1 of scores[target], ties counted *against* it: a constant scorer must not get Recall 1."""
-    return 1 + sum(s >= scores[target] for i, s in enumerate(scores) if i != target)
+    """Rank from 1 of scores[target], ties (and NaN) counted *against* it: a constant scorer must not get Recall 1."""
+    return 1 + sum(not s < scores[target] for i, s in enumerate(scores) if i != target)
 
 
 def metrics(ranks):
@@ -121,27 +121,28 @@ def bootstrap(values, other=None, draws=2000, seed=0):
 def grounding(prompts, outputs, tok, k):
     """Share of claims that the prompt bears out, over all outputs, and its parts.
 
-    Claims of one output with n candidates: the pattern (2: the newest purchase's kind and brand, each with its count) and 5 for
-    each candidate (brand matches, kind matches, link, together, next). A missing or misplaced claim is a wrong one;
-    a word that is not there counts against, never for. Returns {"grounding": ..., "pattern": ..., "brand": ..., ...}.
+    Claims of one output with n candidates: the pattern (2: the newest purchase's kind and brand, each with its count)
+    and 5 for each candidate (brand matches, kind matches, link, together, next). A missing or misplaced claim is a
+    wrong one; a word that is not there counts against, never for. Returns {"grounding": ..., "pattern": ..., ...}.
     """
     facts = dataset.claims(dataset.read_prompts(prompts, tok, k), tok)
     right, total = {name: 0 for name in CLAIMS}, {name: 0 for name in CLAIMS}
     for output, pattern, lines in zip(outputs, *(f.tolist() for f in facts)):
-        said = [int(t) for t in output] + [tok.pad] * (6 + dataset.LINE * k)
+        said = cut([int(t) for t in output], tok.eos) + [tok.pad] * (6 + dataset.LINE * k)
         for name, i in (("pattern", 1), ("pattern", 3)):            # said[0] is <think>
             right[name] += said[i:i + 2] == pattern[i - 1:i + 1]
             total[name] += 1
         for j, line in enumerate(line for line in lines if line[0] >= 0):
             at = 5 + dataset.LINE * j
-            for c, name in enumerate(CLAIMS[1:], 1):
-                right[name] += said[at] == line[0] and said[at + c] == line[c]
+            for name, span in CLAIM_AT.items():
+                right[name] += said[at] == line[0] and said[at:at + dataset.LINE][span] == line[span]
                 total[name] += 1
     return {"grounding": sum(right.values()) / max(sum(total.values()), 1)} | {
         name: right[name] / max(total[name], 1) for name in CLAIMS}
 
 
-CLAIMS = ("pattern", "brand", "kind", "link", "together", "next")
+CLAIM_AT = {"brand": slice(1, 3), "kind": slice(3, 5), "link": slice(5, 6), "together": slice(6, 7), "next": slice(7, 8)}
+CLAIMS = ("pattern", *CLAIM_AT)                                     # where each stands in a candidate's line
 
 
 def consistent(output, tok):
@@ -149,7 +150,7 @@ def consistent(output, tok):
     other two must be the best graded of the rest (ties in pre-rank order), each with the grade that its line gave it,
     and the answer those three, then the rest in pre-rank order."""
     output = cut([int(t) for t in output], tok.eos)
-    if tok.top not in output or tok.answer not in output:
+    if not {tok.top, tok.answer, tok.eos} <= set(output):           # without <eos> the answer may not be over
         return False
     lines = output[5:output.index(tok.top)]
     top = output[output.index(tok.top) + 1:output.index(tok.answer)]                   # grade, identifier, grade, ...
@@ -157,6 +158,8 @@ def consistent(output, tok):
     grades = [tok.grade.index(t) if t in tok.grade else -1 for t in lines[dataset.LINE - 1::dataset.LINE]]
     pick = tok.slot_of.get(top[1]) if len(top) > 1 else None
     if pick is None or pick >= len(grades) or -1 in grades:
+        return False
+    if lines[::dataset.LINE] != tok.slots[:len(grades)]:            # lines of A, B, ... in turn, and nothing between
         return False
     follows = dataset.order_by(np.array([grades]), np.array([pick]))[0].tolist()
     stated = [x for c in follows[:dataset.TOP] for x in (tok.grade[grades[c]], tok.slots[c])]
@@ -194,7 +197,8 @@ def order_row(system, orders, targets, against=None):
     ranks = [rank_of(o, t) for o, t in zip(orders, targets)]
     hits1 = [float(r == 1) for r in ranks]
     m = metrics(ranks)
-    row = {"system": system, "tau": None, "n": len(ranks)} | {key: m[key] for key in ("r1", "r3", "r5", "ndcg3", "ndcg5")}
+    row = {"system": system, "tau": None, "n": len(ranks)}
+    row |= {key: m[key] for key in ("r1", "r3", "r5", "ndcg3", "ndcg5")}
     row |= {"r1_ci": bootstrap(hits1), "hits1": hits1}
     if against is not None:
         row |= {"r1_minus_ar": row["r1"] - sum(against) / len(against), "r1_minus_ar_ci": bootstrap(hits1, against)}

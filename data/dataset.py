@@ -2,8 +2,9 @@
 
     prompt  <history> h8 brand kind ... h1 brand kind <candidates> A brand kind score pop like link xN next ... <rank>
     output  <think> [kind] kind:n <brand> brand:n               the pattern: does the newest purchase repeat older ones?
-            A brand:n kind:n h3 x5 next:2 grade:6               for each candidate: matches with the history, the item
-            B ...                                               it is bought with, by how many, how many next; verdict
+            A brand brand:n kind kind:n h3 x5 next:2 grade:6    for each candidate: how often the history has its brand
+            B ...                                               and kind, what it is bought with, by how many, how many
+                                                                bought it next; verdict
             <top> grade:6 C grade:5 A grade:5 F                 three to put first, the pick, then by grade
             <answer> C A F B D E G H I J <eos>                  those three, then the rest in pre-rank order
 
@@ -17,7 +18,7 @@ import numpy as np
 from data.tokenizer import EDGES
 
 TOP = 3                          # how many are put first before the rest follows in pre-rank order
-LINE = 7                         # tokens of a candidate's line in the reasoning
+LINE = 9                         # tokens of a candidate's line in the reasoning
 
 
 @dataclass
@@ -83,7 +84,10 @@ def count_equal(mine, theirs, other):
 def claims(s, tok):
     """All that the reasoning may claim about a prompt, before any verdict:
     pattern (n, 4): kind of the newest purchase and how often the history has it, the same for its brand;
-    lines (n, k, 6): identifier, brand and kind matches, link, together, next; -1 = not there.
+    lines (n, k, 8): identifier, brand and its matches, kind and its matches, link, together, next; -1 = not there.
+
+    The brand is named before it is counted: a token that has the brand before it finds its equals in the history in
+    one step of attention, where otherwise it must first find the candidate and then its brand.
     """
     pattern = []
     for values, other, tokens in ((s.history_kind, tok.kind[0], tok.kind_count),
@@ -93,16 +97,16 @@ def claims(s, tok):
     n, k = s.brand.shape
     there = s.brand >= 0
     lines = [np.broadcast_to(np.asarray(tok.slots)[:k], (n, k)),
-             bucket(tok.brand_count, count_equal(s.brand, s.history_brand, tok.brand[0]), "count"),
-             bucket(tok.kind_count, count_equal(s.kind, s.history_kind, tok.kind[0]), "count"),
+             s.brand, bucket(tok.brand_count, count_equal(s.brand, s.history_brand, tok.brand[0]), "count"),
+             s.kind, bucket(tok.kind_count, count_equal(s.kind, s.history_kind, tok.kind[0]), "count"),
              s.link, s.together, s.next]
     return np.concatenate(pattern, axis=1), np.where(there[:, :, None], np.stack(lines, axis=2), -1)
 
 
 def evidence(s, tok):
-    """(n, k, 8) tokens that the teacher judges a candidate by: everything shown of it, and what is claimed."""
+    """(n, k, 8) tokens that the teacher judges a candidate by: what is shown of it and what is claimed, without names."""
     _, lines = claims(s, tok)
-    return np.concatenate([np.stack([s.score, s.pop, s.like], axis=2), lines[:, :, 1:]], axis=2)
+    return np.concatenate([np.stack([s.score, s.pop, s.like], axis=2), lines[:, :, [2, 4, 5, 6, 7]]], axis=2)
 
 
 def flatten(matrix):

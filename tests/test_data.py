@@ -403,8 +403,8 @@ def test_claims_by_hand():
                       np.array([[x, o, -1]]), np.array([[q, p, -1]]), **rest)
     pattern, lines = dataset.claims(s, tok)
     assert pattern[0].tolist() == [q, tok.kind_count[3], x, tok.brand_count[2]]          # 3+: the last bucket
-    assert lines[0].tolist() == [[tok.slots[0], tok.brand_count[2], tok.kind_count[3], 1, 1, 1],
-                                 [tok.slots[1], tok.brand_count[0], tok.kind_count[2], 2, 2, 2], [-1] * 6]
+    assert lines[0].tolist() == [[tok.slots[0], x, tok.brand_count[2], q, tok.kind_count[3], 1, 1, 1],
+                                 [tok.slots[1], o, tok.brand_count[0], p, tok.kind_count[2], 2, 2, 2], [-1] * 8]
     s.history_brand[:], s.history_kind[0] = o, [p, q, q] + [-1] * 5
     assert dataset.claims(s, tok)[0][0].tolist() == [p, tok.kind_count[1], o, tok.brand_count[0]]    # "other": no match
 

@@ -118,7 +118,7 @@ def test_mean_loss_over_masks_equals_enumeration(model, prompts, tok):
 
     def loss(hidden):
         packed = diffusion.pack([prompt], [output], tok, 2, hidden)
-        return float(diffusion.loss_sum(model, packed, hidden.float(), tok))
+        return float(diffusion.loss_sum(model, packed, hidden.float(), tok).detach())
     exact = {}
     for first in itertools.product([False, True], repeat=2):
         h = torch.tensor(first)[None]
