@@ -170,9 +170,9 @@ def token_weights(outputs, length, tok, reasoning, answer, tail):
 
 
 def limit_to_blocks(weight, outputs, block_len):
-    """Nothing counts after the block that holds the output's end (rows of a batch differ in length)."""
+    """Nothing counts after the block that holds the output's end (rows of a batch differ in length). weight (..., n, R)."""
     ends = torch.tensor([len(o) + (-len(o) % block_len) for o in outputs])
-    return weight * (torch.arange(weight.shape[1]) < ends[:, None])
+    return weight * (torch.arange(weight.shape[-1]) < ends[:, None])
 
 
 # === 4. Scores and losses =============================================================================================
