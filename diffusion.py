@@ -113,12 +113,14 @@ class Packed:
 
     tokens, positions (n, T); mask (n, 1, T, T); with P' = padded prompt length without its last token (which is u_0).
     target (n, R): y. start: first position whose hidden states are scored (P' for the clean part, P' + R for views).
+    order: None, or (n, T') the places that were kept of a longer row (replay); hidden states go back to them.
     """
     tokens: torch.Tensor
     positions: torch.Tensor
     mask: torch.Tensor
     target: torch.Tensor
     start: int
+    order: torch.Tensor = None
 
 
 def pad_prompts(prompts, pad_id):
@@ -130,8 +132,9 @@ def pad_prompts(prompts, pad_id):
     return tokens, there
 
 
-def pack(prompts, outputs, tok, block_len, hidden=None):
+def pack(prompts, outputs, tok, block_len, hidden=None, used=None):
     """prompts, outputs: lists of token lists; hidden (views, n, R) or None for AR (no view: the clean part is scored).
+    used (views, n, R): the parts of the views that are needed, None for all; the others cost nothing.
 
     R is the longest output in whole blocks; outputs are filled with <eos> (their weight decides what counts).
     """
@@ -149,14 +152,19 @@ def pack(prompts, outputs, tok, block_len, hidden=None):
     block = torch.arange(length) // block_len
     blocks = torch.cat((torch.arange(p) - p, block.repeat(1 + k)))                        # (T,)
     segments = torch.cat((torch.zeros(p + length), (1 + torch.arange(k)).repeat_interleave(length))).long()
-    mask = may_look(segments, blocks, segments, blocks)                                   # (T, T)
     valid = torch.cat((there, torch.ones(n, length * (1 + k), dtype=torch.bool)), dim=1)  # (n, T)
-    if not there.all():                                                                   # pads: seen only by themselves
-        mask = mask & valid[:, None, :] | torch.eye(len(blocks), dtype=torch.bool)
-        mask = mask[:, None]                                                              # (n, 1, T, T)
-    return Packed(tokens=torch.cat([prompt, u, *views], dim=1),
-                  positions=torch.cat([place, out_place.repeat(1, 1 + k)], dim=1), mask=mask,
-                  target=target, start=p + (length if k else 0))
+    tokens, positions = torch.cat([prompt, u, *views], dim=1), torch.cat([place, out_place.repeat(1, 1 + k)], dim=1)
+    order = None
+    if used is not None:
+        valid[:, p + length:] = used.transpose(0, 1).flatten(1)
+        order = torch.argsort(~valid, dim=1, stable=True)[:, :int(valid.sum(1).max())]    # (n, T') what is kept first
+        tokens, positions, valid = (x.gather(1, order) for x in (tokens, positions, valid))
+        segments, blocks = segments[order], blocks[order]                                 # (n, T')
+    mask = may_look(segments, blocks, segments, blocks)                                   # (T, T) or (n, T', T')
+    if not valid.all():                                                                   # pads: seen only by themselves
+        mask = mask & valid[:, None, :] | torch.eye(tokens.shape[1], dtype=torch.bool)
+    return Packed(tokens=tokens, positions=positions, mask=mask[:, None] if mask.dim() == 3 else mask,
+                  target=target, start=p + (length if k else 0), order=order)
 
 
 def token_weights(outputs, length, tok, reasoning, answer, tail):
@@ -164,7 +172,7 @@ def token_weights(outputs, length, tok, reasoning, answer, tail):
     fills the last block. Paper: reasoning < answer, values unpublished."""
     w = torch.zeros(len(outputs), length)
     for r, o in enumerate(outputs):
-        split = o.index(tok.answer)
+        split = o.index(tok.answer) if tok.answer in o else len(o)
         w[r, :split], w[r, split:len(o)], w[r, len(o):] = reasoning, answer, tail
     return w
 
@@ -193,6 +201,9 @@ def score(model, packed, supervised, tok):
     device = model.embed.weight.device
     hidden = model(packed.tokens.to(device), packed.positions.to(device), packed.mask.to(device))
     views, n, length = supervised.shape
+    if packed.order is not None:                                                          # (n, T', width) -> (n, T, width)
+        whole = hidden.new_zeros(n, packed.start + views * length, hidden.shape[-1])
+        hidden = whole.scatter(1, packed.order.to(device)[..., None].expand_as(hidden), hidden)
     hidden = hidden[:, packed.start:].view(n, views, length, -1).transpose(0, 1)          # (views, n, R, width)
     chosen = supervised.to(device)
     target = packed.target.to(device).expand(views, n, length)[chosen]
@@ -218,9 +229,20 @@ def commit(confidence, open_, tau):
     return open_ & ((confidence >= tau) | torch.zeros_like(open_).scatter_(1, best, True))
 
 
-def replay_views(step):
-    """step (n, R): at which step of its block each target was committed, from 0. Returns (hidden, committed), both
-    (K, n, R) with K = the most steps of any block: view k is every block's canvas at its step k, and the targets
-    committed there are the ones to score. One packed forward recomputes a whole trajectory, exactly."""
+def replay(prompts, rollouts, tok, block_len):
+    """Trajectories (sample.Rollout: tokens, canvas, step) -> (Packed, committed (K, n, R)): one forward recomputes them.
+
+    View k is every block's canvas as it stood at step k of that block, and committed[k] says what was fixed there, up
+    to and including the first <eos>: what follows it gets no reward, no KL and no gradient.
+    Blocks that were finished before step k are left out of view k, so a row costs P + R + NFE * B tokens, where one
+    forward a step would cost NFE * (P + R). Exact: attention, positions and shift are those of decoding.
+    """
+    outputs = [r.canvas for r in rollouts]
+    length = max(map(len, outputs))
+    step = torch.tensor([r.step + [-1] * (length - len(r.step)) for r in rollouts])       # (n, R), -1: no such block
     k = torch.arange(int(step.max()) + 1)[:, None, None]
-    return step >= k, step == k
+    committed = step == k                                                                 # (K, n, R)
+    used = committed.unflatten(-1, (-1, block_len)).any(-1).repeat_interleave(block_len, -1)
+    ends = torch.tensor([len(r.tokens) for r in rollouts])[:, None]                       # (n, 1)
+    return (pack(prompts, outputs, tok, block_len, hidden=step >= k, used=used),
+            committed & (torch.arange(length) < ends))

@@ -58,7 +58,8 @@ def choose(logits, temperature, generators):
 
 
 class Decoder:
-    """State of a batch while it is decoded. One instance decodes one batch: `Decoder(...).run()`.
+    """State of a batch while it is decoded. One instance decodes one batch: `Decoder(...).run()`. With copies = G each
+    prompt is prefilled once and decoded G times (rows G * i ... G * i + G - 1), as a group of rollouts is.
 
     Rows advance independently: each has its own block number, and with it its own place in the cache. Slots: prompts
     are left-padded to P' (the last prompt token is the first input, so it is not among them), output input u_i lives
@@ -66,7 +67,8 @@ class Decoder:
     """
 
     @torch.inference_mode()
-    def __init__(self, model, prompts, tok, block_len, tau, max_len, temperature=0.0, seeds=None, record=True):
+    def __init__(self, model, prompts, tok, block_len, tau, max_len, temperature=0.0, seeds=None, record=True,
+                 copies=1):
         check_settings(block_len, tau, temperature)
         self.model, self.tok, self.b, self.tau, self.temperature = model, tok, block_len, tau, temperature
         self.dev, n = model.embed.weight.device, len(prompts)
@@ -78,19 +80,24 @@ class Decoder:
         if int(there.sum(1).max()) - 1 + length > model.cfg.ctx_len:
             raise ValueError(f"a prompt of {int(there.sum(1).max())} tokens and {length} of output do not fit ctx_len "
                              f"{model.cfg.ctx_len}; fewer history items or a model with a longer context will")
-        self.p = prompt.shape[1] - 1
-        capacity = self.p + length + block_len
-        self.cache = KVCache(model.cfg, n, capacity, self.dev, next(model.blocks.parameters()).dtype)
-        self.there, self.padded = there[:, :-1].to(self.dev), not bool(there.all())
-        self.real = there[:, :-1].sum(1).to(self.dev)               # (n,) prompt tokens in the cache
-        # Block number of every slot; the spare slots are beyond any block. Slots that are pads are "not there".
+        self.p, self.there, self.padded = prompt.shape[1] - 1, there[:, :-1].to(self.dev), not bool(there.all())
+        self.real = self.there.sum(1)                               # (n,) prompt tokens in the cache
+        # Block number of every slot; the spare slots are beyond any block.
         self.slot_block = torch.cat((torch.arange(self.p) - self.p, torch.arange(length) // block_len,
                                      torch.full((block_len,), self.blocks + 1))).to(self.dev)
+        self.cache = KVCache(model.cfg, n, self.p + length + block_len, self.dev, next(model.blocks.parameters()).dtype)
+        self.prefill(prompt[:, :-1].to(self.dev))
+        group = torch.arange(n, device=self.dev).repeat_interleave(copies)
+        if copies > 1:
+            self.cache.keep(group)
+        self.there, self.real, n = self.there[group], self.real[group], n * copies
+        self.first = prompt[:, -1].to(self.dev)[group]              # the real token that opens the active block
+        # Slots that may be looked at: all but those that hold pads.
         self.key_there = torch.cat((self.there, torch.ones(n, length + block_len, dtype=torch.bool, device=self.dev)), 1)
         self.offset = torch.arange(block_len, device=self.dev)
         self.generators = [torch.Generator().manual_seed(s) for s in seeds] if temperature else None
         self.rows = list(range(n))                                  # which output each row of the batch belongs to
-        self.out = [Rollout([]) for _ in prompts]
+        self.out = [Rollout([]) for _ in range(n)]
         self.record = record
         self.block = torch.zeros(n, dtype=torch.long, device=self.dev)
         self.tokens = torch.full((n, block_len), tok.mask, device=self.dev)             # targets y of the active block
@@ -98,11 +105,9 @@ class Decoder:
         self.step = torch.zeros(n, block_len, dtype=torch.long, device=self.dev)        # when committed
         self.logp = torch.zeros(n, block_len, device=self.dev)
         self.nth = torch.zeros(n, dtype=torch.long, device=self.dev)                    # steps done in the active block
-        self.first = prompt[:, -1].to(self.dev)                     # the real token that opens the active block
         self.before = torch.zeros(n, block_len, dtype=torch.long, device=self.dev)      # clean inputs of the last block
         self.pending = torch.zeros(n, dtype=torch.bool, device=self.dev)                # its K/V are still to be made
         self.alive = torch.ones(n, dtype=torch.bool, device=self.dev)
-        self.prefill(prompt[:, :-1].to(self.dev))
 
     def prefill(self, prompt):
         """The prompt through the model once. Pads look at themselves only (softmax over nothing would be NaN)."""

@@ -174,19 +174,19 @@ def test_commit_rule():
 
 @pytest.mark.parametrize("b,tau,temperature", [(1, 1.0, 1.0), (4, 0.3, 1.0), (8, 0.05, 0.7), (8, 1.0, 0.0)])
 def test_replay_recomputes_the_recorded_log_probabilities(model, prompts, tok, b, tau, temperature):
-    """One packed forward over the recorded canvases = the log-probabilities while decoding; so the first ratio is 1."""
+    """One packed forward over all recorded canvases = the log-probabilities while decoding; so the first ratio is 1."""
     p = [x for x, _ in prompts[::3]]
-    out = sample.decode(model, p, tok, b, tau, 16, temperature, seeds=list(range(len(p))))
-    for prompt, r in zip(p, out):
-        hidden, committed = diffusion.replay_views(torch.tensor([r.step]))
-        packed = diffusion.pack([prompt], [r.canvas], tok, b, hidden)
-        with torch.no_grad():
-            logits, target = diffusion.score(model, packed, committed, tok)
-        logp = (logits / temperature if temperature else logits).log_softmax(-1).gather(1, target[:, None])[:, 0]
-        place = committed.nonzero()[:, 2]
-        old = torch.tensor(r.logprob)[place]
-        assert torch.allclose(logp, old, atol=1e-5) and torch.allclose((logp - old).exp(), torch.ones(len(old)), atol=1e-5)
-        assert len(place) == len(r.canvas)                          # every token is scored exactly once
+    rollouts = sample.decode(model, p, tok, b, tau, 16, temperature, seeds=list(range(len(p))))
+    packed, committed = diffusion.replay(p, rollouts, tok, b)
+    with torch.no_grad():
+        logits, target = diffusion.score(model, packed, committed, tok)
+    logp = (logits / temperature if temperature else logits).log_softmax(-1).gather(1, target[:, None])[:, 0]
+    _, row, place = committed.nonzero().T
+    old = torch.tensor([rollouts[r].logprob[i] for r, i in zip(row, place)])
+    assert torch.allclose(logp, old, atol=1e-5) and torch.allclose((logp - old).exp(), torch.ones(len(old)), atol=1e-5)
+    assert len(place) == sum(len(r.tokens) for r in rollouts)       # every token is scored exactly once
+    longest = max(len(x) - 1 + len(r.canvas) + b * r.nfe for x, r in zip(p, rollouts))
+    assert packed.tokens.shape[1] == longest                        # P + R + NFE * B, and nothing for finished blocks
 
 
 def test_naive_mask_starts_at_the_mean(model, tok):

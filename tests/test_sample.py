@@ -130,3 +130,14 @@ def test_bad_settings_are_named(model, prompts, tok):
             decode(model, [prompts[0][0]], tok, **{"block_len": 1, **kind})
     with pytest.raises(ValueError, match="ctx_len"):
         decode(model, [prompts[0][0]], tok, 1, max_len=1000)
+
+
+@pytest.mark.parametrize("b", [1, 4])
+def test_copies_of_one_prefill_equal_repeated_prompts(model, prompts, tok, b):
+    """A group of rollouts from one prefill: the same as its prompt given three times, each row with its own noise."""
+    p, seeds = [x for x, _ in prompts[::4]], list(range(9))
+    group = Decoder(model, p, tok, b, 0.3, 16, 1.0, seeds, copies=3).run()
+    plain = decode(model, [x for x in p for _ in range(3)], tok, b, 0.3, 16, 1.0, seeds)
+    assert [r.tokens for r in group] == [r.tokens for r in plain]
+    assert torch.allclose(torch.tensor(group[4].logprob), torch.tensor(plain[4].logprob), atol=1e-4)
+    assert group[0].tokens != group[1].tokens                       # same prompt, other noise
