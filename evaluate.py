@@ -30,6 +30,7 @@ from data.dataset import longest_output
 from stage import flag
 
 TAUS = (1.0, 0.95, 0.9, 0.8, 0.6, 0.4)
+STAGES = ("ar_sft", "ar", "cft", "opd", "cft_rl", "rl")     # in the ladder's order; a run need not have all
 
 
 @dataclass
@@ -63,14 +64,14 @@ def validate_by_decoding(model, tok, prompts, targets, k, block_len, tau, autoca
     with autocast:
         rollouts = sample.decode(model, prompts, tok, block_len, tau, longest_output(k))
     row = ranking.ladder_row("", prompts, rollouts, targets, tok, k)
-    keys = ("r1", "r3", "ndcg3", "valid", "grounding", "consistency", "copy_rate", "nfe", "tokens_per_nfe")
+    keys = ("r1", "r3", "ndcg3", "reward", "valid", "grounding", "consistency", "copy_rate", "nfe", "tokens_per_nfe")
     return {"score": row["ndcg3_strict"]} | {key: float(row[key]) for key in keys}
 
 
 def ladder(s, folder, tok, summary, systems):
     """Rows for all test users with a hit: random, reverse, floor, teacher (the traces it wrote for them), each of
     `systems` = (row's name, weights' name, block length, tau or None for AR), oracle. Differences are taken against
-    the first system, user by user."""
+    the row "ar", user by user."""
     k = summary["config"]["candidates"]
     rows = prepare.Rows(folder / "test.npz")
     hits = np.flatnonzero(rows.target >= 0)
@@ -81,7 +82,6 @@ def ladder(s, folder, tok, summary, systems):
            ranking.order_row("reverse", [list(range(n))[::-1] for n in counts], targets),
            ranking.order_row("floor", [list(range(n)) for n in counts], targets),
            ranking.ladder_row("teacher", prompts, [sample.Rollout(o) for o in written], targets, tok, k)]
-    baseline = None
     for system, name, block_len, tau in systems:
         path = stage.weights(s.out, s.preset, name) or Path(s.out) / f"{name}.pt"
         model, _ = stage.load_model(path, tok, summary, f"train it: python train_{name}.py --preset {s.preset}", s.device)
@@ -89,8 +89,11 @@ def ladder(s, folder, tok, summary, systems):
             diffusion.convert(model, tok)
         with tqdm(total=len(hits), desc=f"{system} {tau or ''}", leave=False, disable=None) as bar:
             done = sample.decode(model, prompts, tok, block_len, tau or 1.0, longest_output(k), bar=bar)
-        out.append(ranking.ladder_row(system, prompts, done, targets, tok, k, tau, baseline))
-        baseline = baseline or out[-1]["hits1"]
+        out.append(ranking.ladder_row(system, prompts, done, targets, tok, k, tau))
+    [ar] = [r for r in out if r["system"] == "ar"]
+    for row in out:
+        if "nfe" in row and row is not ar:
+            row["r1_minus_ar"], row["r1_minus_ar_ci"] = ranking.difference(row, ar)
     return out + [ranking.order_row("oracle", [[t] + [c for c in range(n) if c != t] for t, n in zip(targets, counts)],
                                     targets)]
 
@@ -155,9 +158,11 @@ def main(argv=None):
     results = json.loads(file.read_text()) if file.exists() else {}
     results |= {"preset": s.preset, "seed": s.seed, "device": s.device, "n_users": summary["test_users_with_hit"]}
     if s.only in ("", "ladder"):
-        systems = [("ar", "ar", 1, None)]
-        if paths["cft"]:
-            systems += [("naive", "ar", s.block_len, 0.9)] + [("cft", "cft", s.block_len, tau) for tau in (1.0, 0.9)]
+        have = [name for name in STAGES if stage.weights(s.out, s.preset, name)]
+        systems = [(name, name, 1, None) for name in ("ar_sft", "ar") if name in have]
+        if len(have) > len(systems):
+            systems += [("naive", "ar", s.block_len, 0.9)]
+        systems += [(name, name, s.block_len, tau) for name in have if not name.startswith("ar") for tau in (1.0, 0.9)]
         rows = ladder(s, folder, tok, summary, systems)
         print(f"Ladder: {rows[0]['n']:,} test users whose next purchase is among the candidates")
         ranking.show_ladder(rows, summary["hit_test"])

@@ -168,21 +168,22 @@ def consistent(output, tok):
 
 # === One row of the ladder ============================================================================================
 
-def ladder_row(system, prompts, rollouts, targets, tok, k, tau=None, against=None):
+def ladder_row(system, prompts, rollouts, targets, tok, k, tau=None):
     """All that is said about one system on users whose target is a candidate: a row of results.json.
 
-    rollouts: sample.Rollout each (tokens, and nfe where something was decoded); targets: positions; against: another
-    row's "hits1" for the paired interval. The row keeps its own per-user "hits1" for that purpose; the results file
-    leaves it out. ndcg3_strict counts a failure as a miss instead of falling back to the pre-rank order.
+    rollouts: sample.Rollout each (tokens, and nfe where something was decoded); targets: positions. The row keeps its
+    per-user "hits1" for paired intervals; the results file leaves it out. ndcg3_strict counts a failure as a miss instead of falling back to the pre-rank order.
     """
     outputs, counts = [r.tokens for r in rollouts], shown_counts(prompts, tok)
     parsed = [parse(o, tok, n) for o, n in zip(outputs, counts)]
-    row = order_row(system, [order_shown(p, n) for p, n in zip(parsed, counts)], targets, against)
+    row = order_row(system, [order_shown(p, n) for p, n in zip(parsed, counts)], targets)
     failures = {kind: sum(p.failure == kind for p in parsed) / len(parsed) for kind in FAILURES}
+    earned = [reward(p, t, n)["total"] for p, t, n in zip(parsed, targets, counts)]
     strict = [rank_of(p.order, t) if p.order else math.inf for p, t in zip(parsed, targets)]
     facts = grounding(prompts, outputs, tok, k)
     row |= {"tau": tau, "valid": sum(p.failure is None for p in parsed) / len(parsed),
             "failures": {f: v for f, v in failures.items() if v}, "ndcg3_strict": metrics(strict)["ndcg3"],
+            "reward": sum(earned) / len(earned),
             "copy_rate": sum(map(copied, parsed)) / len(parsed), "grounding": facts.pop("grounding"),
             "grounding_parts": facts, "consistency": sum(consistent(o, tok) for o in outputs) / len(outputs),
             "tokens": sum(map(len, outputs)) / len(outputs)}
@@ -192,17 +193,19 @@ def ladder_row(system, prompts, rollouts, targets, tok, k, tau=None, against=Non
     return row
 
 
-def order_row(system, orders, targets, against=None):
+def order_row(system, orders, targets):
     """The accuracy part of a row, for anything that is just an order (floor, reverse, random, oracle)."""
     ranks = [rank_of(o, t) for o, t in zip(orders, targets)]
     hits1 = [float(r == 1) for r in ranks]
     m = metrics(ranks)
     row = {"system": system, "tau": None, "n": len(ranks)}
     row |= {key: m[key] for key in ("r1", "r3", "r5", "ndcg3", "ndcg5")}
-    row |= {"r1_ci": bootstrap(hits1), "hits1": hits1}
-    if against is not None:
-        row |= {"r1_minus_ar": row["r1"] - sum(against) / len(against), "r1_minus_ar_ci": bootstrap(hits1, against)}
-    return row
+    return row | {"r1_ci": bootstrap(hits1), "hits1": hits1}
+
+
+def difference(row, other):
+    """R@1 of one row minus that of another on the same users: (mean, paired 95% interval)."""
+    return row["r1"] - other["r1"], bootstrap(row["hits1"], other["hits1"])
 
 
 def shown_counts(prompts, tok):
@@ -227,16 +230,16 @@ def table(rows):
 
 def show_ladder(rows, hit_rate):
     """Print the table, R@1 on all users (a re-ranker cannot find what the retriever missed), paired differences of
-    the decoded systems against the first of them, and how the invalid outputs failed."""
+    the decoded systems against the floor and against AR, and how the invalid outputs failed."""
     print(table(rows))
-    decoded = [r for r in rows if "nfe" in r]
     by_name = {r["system"]: r for r in rows}
-    for r in decoded:
+    for r in (r for r in rows if "nfe" in r):
         name = r["system"] + (f", tau {r['tau']:.2f}" if r["tau"] else "")
         print(f"{name}: R@1 on all users {r['r1'] * hit_rate:.4f} (floor {by_name['floor']['r1'] * hit_rate:.4f})")
-        for other in [by_name["floor"]] + [d for d in decoded[:1] if d is not r]:
-            mean = sum(r["hits1"]) / len(r["hits1"]) - sum(other["hits1"]) / len(other["hits1"])
-            print("  R@1 minus {}: {:+.4f}, 95% interval [{:+.4f}, {:+.4f}], paired on the same users".format(
-                other["system"], mean, *bootstrap(r["hits1"], other["hits1"])))
+        for other in (by_name["floor"], by_name.get("ar", r)):
+            if other is not r:
+                mean, (low, high) = difference(r, other)
+                print(f"  R@1 minus {other['system']}: {mean:+.4f}, 95% interval [{low:+.4f}, {high:+.4f}], paired on "
+                      "the same users")
         if r["failures"]:
             print("  failures: " + ", ".join(f"{kind} {share:.2%}" for kind, share in r["failures"].items()))

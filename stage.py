@@ -8,6 +8,7 @@ Resume is exact: the data order is a function of (seed, step), every other draw 
 a kill, and ten more, bit for bit on a CPU (tests/test_stage.py).
 """
 import argparse
+import importlib
 import json
 import math
 import os
@@ -29,7 +30,7 @@ from model import ModelConfig, Transformer
 
 MODELS = {
     "mini": dict(width=128, layers=4, heads=4, ctx_len=192),
-    "small": dict(width=192, layers=6, heads=4, ctx_len=256),
+    "small": dict(width=192, layers=4, heads=4, ctx_len=256),
     "beauty": dict(width=512, layers=10, heads=8, ctx_len=640),
 }
 
@@ -224,6 +225,17 @@ def load_model(path, tok, summary, hint, device="cpu"):
     return model.to(device), state
 
 
+def need(s, name):
+    """The weights that a stage starts from; where they are missing, the stage that makes them runs first, saying so."""
+    if weights(s.out, s.preset, name) is None:
+        module = "train_ar" if name == "ar_sft" else f"train_{name}"
+        if not (Path(__file__).parent / f"{module}.py").exists():
+            raise UserError(f"{s.out}/{name}.pt is missing, and no stage makes weights of that name by itself")
+        before = ["--preset", s.preset, "--out", s.out, "--seed", str(s.seed), "--device", s.device]
+        print(f"{s.out}/{name}.pt is missing: training it (python {module}.py {' '.join(before[:2])})")
+        importlib.import_module(module).main(before + (["--data", s.data] if s.data else []))
+
+
 def weights(out, preset, name):
     """Path of a stage's weights: this run's own, else those that come with the clone, else None."""
     for path in (Path(out) / f"{name}.pt", SHIPPED / preset / f"{name}.pt"):
@@ -255,6 +267,9 @@ class Run:
         self.step, self.best, self.best_step, self.seconds, self.stop = 0, -math.inf, -1, 0.0, False
         if s.resume:
             self.restore()
+        else:
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            self.log_file.write_text("")
 
     def restore(self):
         state = load(self.state_file, f"start without --resume: python train_{self.name}.py --preset {self.s.preset}")
@@ -303,9 +318,6 @@ class Run:
         body, embedding = self.model.size()
         print(f"{self.name}: {body / 1e6:.2f}M parameters in the layers, {embedding / 1e6:.2f}M in the embedding; "
               f"{s.device}, {s.dtype}, {rate / 1e9:.0f} GFLOP/s in a matrix product; {s.steps} steps of {s.batch} rows")
-        if not s.resume:
-            self.log_file.parent.mkdir(parents=True, exist_ok=True)
-            self.log_file.write_text("")
         old = signal.signal(signal.SIGINT, self.interrupt)
         bar = tqdm(total=s.steps, initial=self.step, desc=self.name, mininterval=1.0, dynamic_ncols=True)
         seen, mark, losses = 0, time.time(), []
@@ -340,7 +352,7 @@ class Run:
                              tokens_per_s=seen / took, matmul_share=mfu, seconds=self.seconds)
                     seen, mark, losses = 0, time.time(), []
                 if self.step % s.eval_every == 0 or self.step == s.steps:
-                    self.check(validate, bar)
+                    self.check(validate)
                     mark = time.time()
                 if self.step % s.save_every == 0 or self.step == s.steps:
                     self.save_state()
@@ -354,13 +366,13 @@ class Run:
             again = " ".join(["python", Path(sys.argv[0]).name, *[a for a in sys.argv[1:] if a != "--resume"], "--resume"])
             sys.exit(f"stopped after step {self.step}, saved to {self.state_file}; go on with: {again}")
 
-    def check(self, validate, bar):
+    def check(self, validate):
         """Validate by free decoding; keep the weights if they are the best so far."""
         self.model.eval()
         found = validate(self.model)
         self.model.train()
         self.log(**{f"valid_{k}": v for k, v in found.items()})
-        bar.write(f"step {self.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in found.items() if isinstance(v, float)))
+        tqdm.write(f"step {self.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in found.items() if isinstance(v, float)))
         if found["score"] > self.best:
             self.best, self.best_step = found["score"], self.step
             self.save_product(found)

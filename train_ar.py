@@ -1,16 +1,18 @@
-"""Stage 0: the autoregressive teacher, by supervised fine-tuning on reasoning traces.
+"""Stage 0: the autoregressive teacher, by supervised fine-tuning (SFT) on reasoning traces, then RL.
 
 Paper, "The teacher (AR GR2)": SFT on traces, first broad ones, then rejection-sampled ones, with the loss on the output
-only and separate weights for reasoning and answer. Its second half, RL on the ranking reward, is train_rl.py at block
-length 1. What the paper starts from (Qwen3-8B) is replaced by a model trained from nothing, so the broad set carries
-most of the learning: reading evidence, comparing, writing.
+only and separate weights for reasoning and answer -> ar_sft.pt. Then RL on the ranking reward, which is train_rl.py at
+block length 1 -> ar.pt. What the paper starts from (Qwen3-8B) is replaced by a model trained from nothing, so the broad
+set carries most of the learning: reading evidence, comparing, writing.
 
     python train_ar.py --preset mini         # minutes on a laptop; prepares the data by itself
     python train_ar.py --preset small        # under an hour on two cores
 
 Equation (SFT): minimise  sum_i w_i * -log p(x_i | prompt, x_<i) / sum_i w_i  over the output tokens i of a batch.
 """
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ import diffusion
 import evaluate
 import ranking
 import stage
+import train_rl
 from data import prepare
 from model import ModelConfig, Transformer
 from stage import flag
@@ -27,12 +30,13 @@ from stage import flag
 @dataclass
 class ARSettings(stage.Settings):
     accepted_steps: int = flag(300, "the last so many steps are on the rejection-sampled traces")
+    rl_steps: int = flag(0, "optimiser steps of RL that follow (0: none, ar.pt is ar_sft.pt)")
 
 
 PRESETS = {
-    "mini": dict(steps=700, accepted_steps=60, eval_every=350, eval_users=256, warmup=50, lr=2e-3),
-    "small": dict(steps=4600, accepted_steps=500, batch=16, warmup=200, eval_every=575, eval_users=400),
-    "beauty": dict(steps=8000, accepted_steps=800, batch=128, lr=6e-4, warmup=300, eval_every=800, eval_users=2000),
+    "mini": dict(steps=700, accepted_steps=60, rl_steps=20, eval_every=350, eval_users=256, warmup=50, lr=2e-3),
+    "small": dict(steps=3600, accepted_steps=400, rl_steps=200, eval_every=450, eval_users=400),
+    "beauty": dict(steps=8000, accepted_steps=800, rl_steps=300, batch=128, lr=6e-4, warmup=300, eval_every=800, eval_users=2000),
 }
 
 
@@ -42,7 +46,7 @@ def main(argv=None):
     k = summary["config"]["candidates"]
     torch.manual_seed(s.seed)
     model = Transformer(ModelConfig(vocab=tok.vocab, **stage.MODELS[s.preset]))
-    run = stage.Run("ar", s, model, tok, summary)
+    run = stage.Run("ar_sft", s, model, tok, summary)
 
     # === 1. Two sets of traces, one after the other =====================================================
     sets = [prepare.Rows(folder / f"{name}.npz") for name in ("all", "accepted")]
@@ -71,8 +75,17 @@ def main(argv=None):
     body, embedding = model.size()
     run.train(batch_loss, validate, lambda tokens: 6 * body * tokens)
 
-    # === 3. The table: floor, teacher, AR ===============================================================
-    found = evaluate.ladder(s, folder, tok, summary, [("ar", "ar", 1, None)])
+    # === 3. RL by the same code as for the diffusion model, at block length 1 ===========================
+    if s.rl_steps:
+        again = ["--resume"] if s.resume and (Path(s.out) / "ar.state.pt").exists() else []
+        train_rl.main(["--preset", s.preset, "--out", s.out, "--seed", str(s.seed), "--device", s.device, "--block-len",
+                       "1", "--start", "ar_sft", "--name", "ar", "--steps", str(s.rl_steps), *again])
+    else:
+        shutil.copyfile(run.product, Path(s.out) / "ar.pt")
+
+    # === 4. The table: floor, teacher, AR ===============================================================
+    found = evaluate.ladder(s, folder, tok, summary, [("ar_sft", "ar_sft", 1, None)] * bool(s.rl_steps) +
+                            [("ar", "ar", 1, None)])
     print(f"\nTest: {found[0]['n']} users whose next purchase is among the {k} candidates")
     ranking.show_ladder(found, summary["hit_test"])
 

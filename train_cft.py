@@ -26,7 +26,6 @@ import evaluate
 import ranking
 import sample
 import stage
-import train_ar
 from data import prepare
 from stage import flag
 
@@ -45,14 +44,6 @@ PRESETS = {
     "small": dict(steps=1600, eval_every=200, eval_users=400, lr=1.2e-3),
     "beauty": dict(steps=6000, batch=128, lr=4e-4, warmup=200, eval_every=600, eval_users=2000),
 }
-
-
-def start_from(s, name, train, argv):
-    """The model of the stage before; where it is missing, that stage runs first, saying so."""
-    if stage.weights(s.out, s.preset, name) is None:
-        before = ["--preset", s.preset, "--out", s.out, "--seed", str(s.seed), "--device", s.device]
-        print(f"{s.out}/{name}.pt is missing: training it (python train_{name}.py {' '.join(before[:2])})")
-        train(before + (["--data", s.data] if s.data else []))
 
 
 def same_at_block_length_one(model, tok, row, device):
@@ -76,7 +67,7 @@ def main(argv=None):
         raise stage.UserError(f"--schedule {s.schedule}: one of {', '.join(diffusion.SCHEDULES)}")
     sample.check_settings(s.block_len, s.tau)
     folder, tok, summary = stage.load_data(s)
-    start_from(s, "ar", train_ar.main, argv)
+    stage.need(s, "ar")
     k = summary["config"]["candidates"]
 
     # === 1. The conversion: copy the weights, check that nothing else changed ===========================

@@ -7,35 +7,56 @@ import torch
 import evaluate
 import sample
 import stage
+import train_ar
 import train_cft
+import train_opd
+import train_rl
 
-QUICK = ["--steps", "3", "--batch", "4", "--eval-every", "3", "--eval-users", "4", "--device", "cpu", "--dtype", "float32"]
+QUICK = dict(steps=3, batch=4, eval_every=3, eval_users=4, dtype="float32", block_len=8)
 
 
 @pytest.fixture(scope="module")
 def trained(rows, tmp_path_factory):
-    """CFT from nothing: it finds no ar.pt and trains that first."""
+    """RL from nothing: it finds no opd.pt and trains that first, for which it trains cft.pt, for which ..."""
     out = tmp_path_factory.mktemp("chain")
     (out / "data").symlink_to(rows / "data")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(stage.MODELS, "mini", dict(width=16, layers=1, heads=1, ctx_len=320))
-        patch.setitem(train_cft.train_ar.PRESETS, "mini", dict(steps=3, accepted_steps=1, batch=4, eval_every=3, eval_users=4))
-        train_cft.main(["--preset", "mini", "--out", str(out), "--block-len", "8", *QUICK])
+        quick = {key: v for key, v in QUICK.items() if key != "block_len"}
+        patch.setitem(train_ar.PRESETS, "mini", quick | dict(accepted_steps=1, rl_steps=2))
+        for module, group in ((train_cft, {}), (train_opd, {"group": 2}), (train_rl, {"group": 2})):
+            patch.setitem(module.PRESETS, "mini", QUICK | group)
+        train_rl.main(["--preset", "mini", "--out", str(out), "--device", "cpu"])
     return out
 
 
 def test_stages_chain_and_keep_the_weights(trained):
-    ar, cft = (torch.load(trained / f"{name}.pt", weights_only=True) for name in ("ar", "cft"))
-    assert ar["config"] == cft["config"] and set(ar["model"]) == set(cft["model"])
-    assert ar["fingerprint"] == cft["fingerprint"]
+    ar, *others = (torch.load(trained / f"{name}.pt", weights_only=True) for name in ("ar", "ar_sft", "cft", "opd", "rl"))
+    for other in others:
+        assert ar["config"] == other["config"] and set(ar["model"]) == set(other["model"])
+        assert ar["fingerprint"] == other["fingerprint"]
+    assert ar["settings"]["block_len"] == 1 and ar["settings"]["start"] == "ar_sft"
+    assert others[-1]["settings"]["start"] == "opd"
+
+
+def test_rl_and_distillation_log_what_to_watch(trained):
+    """Beside the loss: parts of the reward, failures, copies by case, entropy, KL, clipping; the first ratio is 1."""
+    lines = [json.loads(x) for x in (trained / "rl.jsonl").read_text().splitlines()]
+    told = [x for x in lines if "reward_invalid" in x]
+    assert [x["step"] for x in told] == [0, 1, 2] and all(x["version"] in (0, 2) for x in told if "version" in x)
+    assert all(x["failures"] and 0 <= x["dropped_groups"] <= 8 for x in told)
+    assert all(x["ratio_off"] < 1e-4 for x in told if x["step"] in (0, 2) and "ratio_off" in x)
+    kl = [x["valid_kl"] for x in map(json.loads, (trained / "opd.jsonl").read_text().splitlines()) if "valid_kl" in x]
+    assert len(kl) == 2 and all(v >= 0 for v in kl)                 # before the first step, and at the end
 
 
 def test_cft_resumes_bit_for_bit(trained, rows, tmp_path, monkeypatch):
     monkeypatch.setitem(stage.MODELS, "mini", dict(width=16, layers=1, heads=1, ctx_len=320))
     whole = torch.load(trained / "cft.state.pt", weights_only=True)
+    monkeypatch.setitem(train_cft.PRESETS, "mini", QUICK)
     for name in ("data", "ar.pt"):
         (tmp_path / name).symlink_to(trained / name)
-    args = ["--preset", "mini", "--out", str(tmp_path), "--block-len", "8", *QUICK, "--save-every", "2"]
+    args = ["--preset", "mini", "--out", str(tmp_path), "--device", "cpu", "--save-every", "2"]
     real = stage.batch_rows
 
     def killer(*a):
@@ -57,7 +78,7 @@ def test_results_file(trained, capsys):
     results = json.loads((trained / "results.json").read_text())
     assert {"preset", "seed", "device", "n_users", "ladder", "frontier"} <= set(results)
     systems = {row["system"]: row for row in results["ladder"]}
-    assert {"random", "reverse", "floor", "teacher", "ar", "naive", "cft", "oracle"} <= set(systems)
+    assert {"random", "reverse", "floor", "teacher", "ar_sft", "ar", "naive", "cft", "opd", "rl", "oracle"} <= set(systems)
     assert systems["oracle"]["r1"] == 1.0 and systems["ar"]["nfe"] == pytest.approx(systems["ar"]["tokens"])
     for key in ("r1", "r3", "r5", "ndcg3", "ndcg5", "r1_ci", "valid", "failures", "copy_rate", "grounding", "consistency",
                 "nfe", "tokens", "tokens_per_nfe", "r1_minus_ar", "r1_minus_ar_ci"):

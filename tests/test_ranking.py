@@ -121,7 +121,7 @@ def test_plain_orders_as_rows():
     assert reverse["r5"] == reverse["ndcg5"] == 0
     assert abs(random["r1"] - .1) < .04 and abs(random["r3"] - .3) < .06
     assert oracle["r1"] == oracle["ndcg3"] == oracle["ndcg5"] == 1 and oracle["r1_ci"] == [1, 1]
-    assert floor["hits1"] == [float(t == 0) for t in targets] and "r1_minus_ar" not in floor
+    assert floor["hits1"] == [float(t == 0) for t in targets]
 
 
 @pytest.mark.parametrize("order,target,rank,fmt", [
@@ -301,7 +301,7 @@ def test_ladder_row_by_hand(judged, tok):
     tokens = sum(len(r.tokens) for r in rollouts)
     assert row["nfe"] == 30 and row["tokens"] == tokens / 5 and row["tokens_per_nfe"] == pytest.approx(tokens / 150)
     written = ladder_row("teacher", prompts, [Rollout(r.tokens) for r in rollouts], targets, tok, 6)
-    assert "nfe" not in written and "tokens_per_nfe" not in written and "r1_minus_ar" not in written
+    assert "nfe" not in written and "tokens_per_nfe" not in written
     assert written["tokens"] == row["tokens"]
 
 
@@ -314,14 +314,13 @@ def test_only_a_failure_falls_back(tok):
 
 def test_difference_is_paired_with_the_other_row(judged, tok):
     """Mean and interval of this row minus that one, user by user."""
-    other = [0.0, 0.0, 1.0, 1.0, 0.0]
-    row = ladder_row("x", *judged, tok, 6, against=other)
-    assert row["r1_minus_ar"] == pytest.approx(.4 - .4)
-    assert row["r1_minus_ar_ci"] == bootstrap([1, 0, 0, -1, 0])
-    same = ladder_row("x", *judged, tok, 6, against=row["hits1"])
-    assert same["r1_minus_ar"] == 0 and same["r1_minus_ar_ci"] == [0, 0]
-    worse = order_row("w", [[1, 0]] * 4, [0] * 4, against=[1.0, 1.0, 1.0, 0.0])
-    assert worse["r1_minus_ar"] == -.75 and worse["r1_minus_ar_ci"][1] <= 0
+    row = ladder_row("x", *judged, tok, 6)                          # hits 1, 0, 1, 0, 0
+    other = order_row("y", [[0, 1]] * 5, [1, 1, 0, 0, 1])           # hits 0, 0, 1, 1, 0
+    mean, interval = ranking.difference(row, other)
+    assert mean == pytest.approx(0) and interval == bootstrap([1, 0, 0, -1, 0])
+    assert ranking.difference(row, row) == (0, [0, 0])
+    mean, (_, high) = ranking.difference(order_row("w", [[1, 0]] * 4, [0] * 4), order_row("b", [[0, 1]] * 4, [0, 0, 0, 1]))
+    assert mean == -.75 and high <= 0
 
 
 def test_table_and_ladder_print(judged, tok, capsys):
@@ -330,7 +329,7 @@ def test_table_and_ladder_print(judged, tok, capsys):
     floor = order_row("floor", [list(range(6))] * 5, [0, 1, 1, 2, 1])
     teacher = ladder_row("teacher", prompts, [Rollout(r.tokens) for r in rollouts], targets, tok, 6)
     ar = ladder_row("ar", *judged, tok, 6)
-    cft = ladder_row("cft", *judged, tok, 6, tau=0.9, against=ar["hits1"])
+    cft = ladder_row("cft", *judged, tok, 6, tau=0.9)
     lines = ranking.table([floor, teacher, ar, cft]).split("\n")
     assert len(lines) == 5 and len({len(line) for line in lines}) == 1
     assert lines[1].split() == ["floor", "0.200", "[{:.3f},".format(floor["r1_ci"][0]),

@@ -28,7 +28,7 @@ def train(rows, tmp_path, small_model):
     (tmp_path / "data").symlink_to(rows / "data")
 
     def run(*flags, steps=20):
-        train_ar.main(["--preset", "mini", "--out", str(tmp_path), "--steps", str(steps), "--accepted-steps", "5",
+        train_ar.main(["--preset", "mini", "--out", str(tmp_path), "--steps", str(steps), "--accepted-steps", "5", "--rl-steps", "0",
                        "--batch", "8", "--eval-every", "1000", "--eval-users", "4", "--log-every", "5",
                        "--save-every", "10", "--device", "cpu", *flags])
         return tmp_path
@@ -38,8 +38,8 @@ def train(rows, tmp_path, small_model):
 def test_resume_is_bit_exact(train, tmp_path, monkeypatch):
     """Twenty steps = ten, a kill, ten more: the weights and the optimiser agree in every bit."""
     train("--dtype", "float32")
-    whole = torch.load(tmp_path / "ar.state.pt", weights_only=True)
-    (tmp_path / "ar.state.pt").unlink()
+    whole = torch.load(tmp_path / "ar_sft.state.pt", weights_only=True)
+    (tmp_path / "ar_sft.state.pt").unlink()
 
     class Killed(Exception):
         pass
@@ -54,9 +54,9 @@ def test_resume_is_bit_exact(train, tmp_path, monkeypatch):
     with pytest.raises(Killed):
         train("--dtype", "float32")
     monkeypatch.setattr(stage, "batch_rows", real)
-    assert torch.load(tmp_path / "ar.state.pt", weights_only=True)["step"] == 10
+    assert torch.load(tmp_path / "ar_sft.state.pt", weights_only=True)["step"] == 10
     train("--dtype", "float32", "--resume")
-    again = torch.load(tmp_path / "ar.state.pt", weights_only=True)
+    again = torch.load(tmp_path / "ar_sft.state.pt", weights_only=True)
     for name, p in whole["model"].items():
         assert torch.equal(p, again["model"][name]), name
     for i, moments in whole["opt"]["state"].items():
@@ -75,10 +75,10 @@ def test_ctrl_c_saves_and_says_how_to_go_on(train, tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         train()
     assert "--resume" in str(stop.value) and "step 5" in str(stop.value)
-    assert torch.load(tmp_path / "ar.state.pt", weights_only=True)["step"] == 5
+    assert torch.load(tmp_path / "ar_sft.state.pt", weights_only=True)["step"] == 5
     assert len(seen) == 5
     train("--resume")
-    assert torch.load(tmp_path / "ar.state.pt", weights_only=True)["step"] == 20
+    assert torch.load(tmp_path / "ar_sft.state.pt", weights_only=True)["step"] == 20
 
 
 def test_a_kill_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
@@ -92,7 +92,7 @@ def test_a_kill_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
 
 def test_log_is_jsonl(train):
     out = train()
-    lines = [json.loads(line) for line in (out / "ar.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / "ar_sft.jsonl").read_text().splitlines()]
     assert [x["step"] for x in lines if "loss" in x] == [5, 10, 15, 20]
     assert all(x["tokens_per_s"] > 0 and 0 < x["matmul_share"] < 2 for x in lines if "loss" in x)
     assert any("valid_score" in x for x in lines)
@@ -171,7 +171,7 @@ def test_generators_are_keyed():
 @pytest.mark.parametrize("args,says", [(["--no-such-flag"], "no-such-flag"), (["--preset", "huge"], "huge"),
                                        (["--preset", "mini", "--steps", "0"], "--steps 0"),
                                        (["--preset", "mini", "--data", "/no/such"], "/no/such"),
-                                       (["--preset", "mini", "--resume", "--out", "OUT"], "ar.state.pt")])
+                                       (["--preset", "mini", "--resume", "--out", "OUT"], "ar_sft.state.pt")])
 def test_mistakes_are_one_line(args, says, rows, tmp_path):
     out = tmp_path / "run"
     out.mkdir()

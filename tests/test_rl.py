@@ -1,0 +1,139 @@
+"""RL and distillation: their arithmetic by hand, and one step of each whose effect has a known direction."""
+import math
+
+import pytest
+import torch
+
+import diffusion
+import ranking
+import sample
+import stage
+import train_opd
+import train_rl
+from data import prepare
+
+
+class Settings:
+    block_len, temperature, tau, group, seed, kl, reasoning, answer = 4, 1.0, 0.3, 4, 0, "forward", 0.5, 1.0
+
+
+# === RL ===============================================================================================================
+
+def test_advantages_by_hand():
+    """Centred and scaled within each group; equal rewards, even all of them -1, mark a group to be dropped."""
+    a, keep = train_rl.advantages(torch.tensor([[1.0, 0, 0, -1], [.2, .2, .2, .2], [-1, -1, -1, -1]]))
+    assert keep.tolist() == [True, False, False]
+    assert torch.allclose(a[0], torch.tensor([1.0, 0, 0, -1]) / math.sqrt(.5)) and not a[1:].any()
+
+
+def test_clipped_loss_by_hand():
+    """Beyond the clip a token is held back only in the direction in which it has gone too far already."""
+    ratio = torch.tensor([1.0, 1.5, 1.5, 0.5, 0.5])
+    advantage = torch.tensor([2.0, 1.0, -1.0, 1.0, -1.0])
+    logp = ratio.log().requires_grad_()
+    loss, held = train_rl.policy_loss(logp, torch.zeros(5), advantage, 0.2)
+    assert torch.allclose(loss, torch.tensor([-2.0, -1.2, 1.5, -0.5, 0.8]))
+    assert held.tolist() == [False, True, False, False, True]
+    loss.sum().backward()
+    assert torch.allclose(logp.grad, torch.tensor([-2.0, 0, 1.5, -0.5, 0]))
+
+
+@pytest.fixture
+def batch(model, rows, tok):
+    """Rollouts of three prompts with a purchase among the candidates, <eos> made likely so that rows end."""
+    model.embed.weight.data[tok.eos] = model.embed.weight.data.mean(0) + 1.0
+    r = prepare.Rows(rows / "data" / "all.npz")
+    chosen = [i for i in range(len(r)) if r.target[i] >= 0][:3]
+    return train_rl.roll_out(model, r, chosen, tok, Settings, 7, 3)
+
+
+def test_rollouts_are_judged_and_kept(batch, tok):
+    """Four a prompt, all different, of this policy's version; what is no permutation has -1 and is still there."""
+    assert batch.version == 7 and batch.rewards.shape == (3, 4)
+    for group, parsed, rewards, n, t in zip(batch.rollouts, batch.parsed, batch.rewards, batch.counts, batch.targets):
+        assert len({tuple(r.tokens) for r in group}) > 1
+        for r, p, reward in zip(group, parsed, rewards):
+            assert p == ranking.parse(r.tokens, tok, n)
+            assert float(reward) == (-1 if p.failure else pytest.approx(ranking.reward(p, t, n)["total"]))
+    told = train_rl.describe(batch, torch.tensor([True, False, True]))
+    assert told["dropped_groups"] == 1 and told["valid"] == 0 and told["reward"] == told["reward_invalid"] == -1
+
+
+def test_first_ratio_is_one_and_stops_at_eos(model, batch, tok):
+    """Before any update the replay gives what was recorded, for each token up to and with <eos> and none beyond it."""
+    for prompt, group in zip(batch.prompts, batch.rollouts):
+        logp, chosen, row, old = train_rl.replayed(model, [prompt] * 4, group, tok, Settings)
+        assert torch.allclose((chosen - old).exp(), torch.ones_like(old), atol=1e-5)
+        assert torch.bincount(row, minlength=4).tolist() == [len(r.tokens) for r in group]
+    ended = [r for group in batch.rollouts for r in group if r.tokens[-1] == tok.eos and len(r.tokens) < len(r.canvas)]
+    assert ended                                                    # so there was a tail to leave out
+
+
+def test_a_step_makes_the_better_rollout_likelier(model, batch, tok):
+    """Plain gradient on one group: what had the higher reward gains probability against what had the lower."""
+    prompts, group = [batch.prompts[0]] * 4, batch.rollouts[0]
+    advantage, _ = train_rl.advantages(torch.tensor([[1.0, -1.0, 0.0, 0.0]]))
+
+    def likely():
+        _, chosen, row, old = train_rl.replayed(model, prompts, group, tok, Settings)
+        return torch.stack([chosen[row == r].sum() for r in range(4)]), chosen, row, old
+    before, chosen, row, old = likely()
+    loss, _ = train_rl.policy_loss(chosen, old, advantage[0][row], 0.2)
+    (loss.sum() / len(old)).backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.02 * p.grad
+        after = likely()[0]
+    assert after[0] - before[0] > 0 > after[1] - before[1]
+
+
+# === Distillation =====================================================================================================
+
+def test_divergences_by_hand():
+    """Three tokens, one of which the teacher rules out; the order of the arguments matters."""
+    p, q = torch.tensor([[.5, .5, 0.0]]).log(), torch.tensor([[.25, .5, .25]]).log()
+    assert train_opd.divergence(p, q, "forward").item() == pytest.approx(.5 * math.log(2))
+    assert train_opd.divergence(q, torch.tensor([[.5, .25, .25]]).log(), "reverse").item() == pytest.approx(.25 * math.log(2))
+    middle = [.375, .5, .125]
+    want = .5 * (.5 * math.log(.5 / .375)) + .5 * (.25 * math.log(.25 / .375) + .25 * math.log(.25 / .125))
+    assert sum(middle) == 1 and train_opd.divergence(p, q, "jsd").item() == pytest.approx(want)
+    impossible = torch.tensor([[.5, .5, 0.0]]).log()                # -inf in both, as <mask> and <pad> are
+    for kind in train_opd.KINDS:
+        assert train_opd.divergence(p, impossible, kind).item() == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", train_opd.KINDS)
+def test_distil_equals_a_plain_loop(model, batch, tok, kind):
+    """Token by token: the teacher's causal distribution against the student's on the canvas, weighted; nothing after
+    <eos>; the teacher gets no gradient."""
+    import copy
+    s = type("S", (Settings,), {"kl": kind})
+    teacher = copy.deepcopy(model)
+    for p in teacher.parameters():
+        p.data += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(3))
+    prompts, rollouts = batch.prompts[:2], [batch.rollouts[0][0], batch.rollouts[1][1]]
+    loss, weight = train_opd.distil(model, teacher, prompts, rollouts, tok, s)
+    want, total = 0.0, 0.0
+    for prompt, r in zip(prompts, rollouts):
+        x = torch.tensor([prompt + r.tokens[:-1]])
+        n = x.shape[1]
+        hidden = teacher(x, torch.arange(n)[None], torch.ones(n, n, dtype=torch.bool).tril())[0, len(prompt) - 1:]
+        p = diffusion.output_logits(teacher, hidden, tok).log_softmax(-1)
+        packed, committed = diffusion.replay([prompt], [r], tok, 4)
+        q = diffusion.score(model, packed, committed, tok)[0].log_softmax(-1)
+        for (_, _, i), student in zip(committed.nonzero().tolist(), q):
+            w = 1.0 if tok.answer in r.tokens[:i + 1] else 0.5
+            want, total = want + w * train_opd.divergence(p[i][None], student[None], kind).item(), total + w
+        assert int(committed.sum()) == len(r.tokens)
+    assert weight == pytest.approx(total) and loss.item() == pytest.approx(want, rel=1e-3)
+    loss.backward()
+    assert all(p.grad is None for p in teacher.parameters()) and any(p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("main,flags,says", [(train_rl.main, ["--group", "1"], "--group"), (train_opd.main, ["--kl", "x"], "--kl x"),
+                                             (train_rl.main, ["--temperature", "0"], "--temperature"),
+                                             (train_rl.main, ["--start", "nothing"], "nothing.pt is missing")])
+def test_mistakes_are_named(main, flags, says, rows, tmp_path):
+    (tmp_path / "data").symlink_to(rows / "data")
+    with pytest.raises(stage.UserError, match=says):
+        main(["--preset", "mini", "--out", str(tmp_path), "--device", "cpu", *flags])

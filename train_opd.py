@@ -1,0 +1,147 @@
+"""Stage 2, on-policy distillation (OPD): the AR teacher corrects what the student itself writes.
+
+Paper, "The three stages", 2. CFT shows the student perfect texts; while decoding it meets its own, and errors on those
+are what it has never been taught about. So the student decodes (the real parallel decoder, a few sampled rollouts a
+prompt), the frozen AR teacher reads the finished tokens causally, once, and at each of them gives its full next-token
+distribution p_i; the student is scored on the canvas on which it committed token i (diffusion.replay), and
+
+    loss = sum_i w_i D(p_i || q_i) / sum_i w_i,      forward KL (Hinton et al., 2015):  D = sum_v p(v) (log p(v) - log q(v))
+
+over the committed tokens i up to and including the first <eos>, w = CFT's token weights. Forward, because it is finite
+gradient even where the student gives a token of the teacher's nothing; `--kl reverse` (GKD, Agarwal et al., 2024) and
+`--kl jsd`, the mean of both to their middle, are there to be compared.
+
+    python train_opd.py --preset mini        # data, AR and CFT first, where they are missing
+
+Only committed positions count: over all hidden ones a teacher that is itself unsure of a token teaches the student to
+be unsure of it earlier, and every unsure token costs a forward. Left out: a mix with CFT's loss, teacher temperature.
+"""
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+import diffusion
+import evaluate
+import sample
+import stage
+from data import prepare
+from data.dataset import longest_output
+from stage import flag
+
+KINDS = ("forward", "reverse", "jsd")
+
+
+@dataclass
+class OPDSettings(stage.Settings):
+    start: str = flag("cft", "name of the weights to start from")
+    name: str = flag("opd", "name of the weights that are written, <out>/<name>.pt")
+    teacher: str = flag("ar", "name of the AR weights that teach")
+    kl: str = flag("forward", f"divergence: one of {', '.join(KINDS)}")
+    block_len: int = flag(32, "block length of the student")
+    tau: float = flag(0.9, "threshold of the rollouts and of the decoded validation")
+    temperature: float = flag(1.0, "of the rollouts")
+    group: int = flag(4, "rollouts of a prompt")
+
+
+# `batch` counts prompts; a step has batch x group rollouts.
+PRESETS = {
+    "mini": dict(steps=60, batch=8, micro=16, lr=1e-4, warmup=5, eval_every=30, eval_users=256, log_every=10),
+    "small": dict(steps=150, batch=12, micro=16, lr=1e-4, warmup=10, eval_every=50, eval_users=400, log_every=10),
+    "beauty": dict(steps=1000, batch=128, micro=64, lr=1e-5, warmup=20, eval_every=100, eval_users=2000, log_every=10),
+}
+
+
+def divergence(teacher, student, kind):
+    """teacher, student: (m, vocab) log-probabilities, fp32, -inf where a token is impossible in both -> (m,) nats."""
+    def kl(a, b):                                                   # sum of a (log a - log b); 0 log 0 = 0
+        return torch.where(a > float("-inf"), a.exp() * (a - torch.where(a > float("-inf"), b, 0.0)), 0.0).sum(-1)
+
+    if kind == "forward":
+        return kl(teacher, student)
+    if kind == "reverse":
+        return kl(student, teacher)
+    middle = torch.logaddexp(teacher, student) - np.log(2)
+    return (kl(teacher, middle) + kl(student, middle)) / 2
+
+
+def distil(student, teacher, prompts, rollouts, tok, s):
+    """(sum of w D, sum of w) over the committed tokens of some rollouts. No gradient reaches the teacher."""
+    packed, committed = diffusion.replay(prompts, rollouts, tok, s.block_len)
+    q, _ = diffusion.score(student, packed, committed, tok)                              # (m, vocab)
+    canvases = [r.canvas for r in rollouts]
+    with torch.no_grad():
+        causal = diffusion.pack(prompts, canvases, tok, block_len=1)
+        there = committed.any(0, keepdim=True)                                           # (1, n, R)
+        p, _ = diffusion.score(teacher, causal, there, tok)                              # one row a token, by (row, i)
+        _, row, place = committed.nonzero().T
+        at = there[0].flatten().cumsum(0).view(there.shape[1:])[row, place] - 1          # where (row, i) stands in p
+    w = diffusion.token_weights([r.tokens for r in rollouts], packed.target.shape[1], tok, s.reasoning, s.answer, 0.0)
+    w = w[row, place].to(q.device)
+    d = divergence(p[at.to(p.device)].log_softmax(-1), q.log_softmax(-1), s.kl)
+    return (w * d).sum(), float(w.sum())
+
+
+def main(argv=None):
+    s = stage.settings(OPDSettings, PRESETS, __doc__, argv)
+    sample.check_settings(s.block_len, s.tau, s.temperature)
+    if s.kl not in KINDS:
+        raise stage.UserError(f"--kl {s.kl}: one of {', '.join(KINDS)}")
+    folder, tok, summary = stage.load_data(s)
+    k = summary["config"]["candidates"]
+    stage.need(s, s.start)
+    stage.need(s, s.teacher)
+    model, teacher = (stage.load_model(stage.weights(s.out, s.preset, name), tok, summary, "train it again", s.device)[0]
+                      for name in (s.start, s.teacher))
+    teacher.requires_grad_(False)
+    run = stage.Run(s.name, s, model, tok, summary)
+
+    def roll_out(rows, chosen, *key):
+        """-> [(prompt, rollout)], `group` for each chosen row, from one prefill; noise keyed by (key, row, rollout)."""
+        prompts = [rows[i][0] for i in chosen]
+        seeds = [int(stage.generator(*key, i, g).initial_seed()) for i in chosen for g in range(s.group)]
+        done = sample.Decoder(model, prompts, tok, s.block_len, s.tau, longest_output(k), s.temperature, seeds,
+                              copies=s.group).run()
+        return [(prompts[i // s.group], r) for i, r in enumerate(done)]
+
+    def micro_batches(pairs):
+        """One denominator over all: the weights are known before any forward is scored."""
+        parts = []
+        for lo in range(0, len(pairs), s.micro or len(pairs)):
+            prompts, rollouts = map(list, zip(*pairs[lo:lo + (s.micro or len(pairs))]))
+            w = diffusion.token_weights([r.tokens for r in rollouts], max(len(r.tokens) for r in rollouts), tok,
+                                        s.reasoning, s.answer, 0.0)
+            parts.append((lambda p=prompts, r=rollouts: distil(run.model, teacher, p, r, tok, s)[0], float(w.sum())))
+        return parts
+
+    # === A step: decode, let the teacher read, score the student where it committed ======================
+    rows = prepare.Rows(folder / "all.npz")
+    lengths = np.add(*rows.lengths())
+
+    def batch_loss(step):
+        pairs = roll_out(rows, stage.batch_rows(lengths, s.batch, s.seed, step), s.seed, step)
+        tokens = sum(len(r.tokens) for _, r in pairs)
+        run.log(rollout_tokens_per_nfe=tokens / sum(r.nfe for _, r in pairs),
+                rollout_no_eos=sum(r.tokens[-1] != tok.eos for _, r in pairs))
+        return micro_batches(pairs), sum(len(p) + len(r.canvas) + r.nfe * s.block_len for p, r in pairs)
+
+    # === Validate: the divergence on the student's own outputs, and free greedy decoding =================
+    prompts, targets = evaluate.validation_users(folder, s.eval_users)
+    held = prepare.Rows(folder / "valid.npz")
+    fixed = list(range(0, len(held), max(len(held) // 16, 1)))[:16]
+
+    def validate(model):
+        with torch.no_grad(), run.autocast():
+            parts = micro_batches(roll_out(held, fixed, 12345))
+            kl = sum(float(f()) for f, _ in parts) / sum(w for _, w in parts)
+        return {"kl": kl} | evaluate.validate_by_decoding(model, tok, prompts, targets, k, s.block_len, s.tau,
+                                                          run.autocast())
+
+    body, _ = model.size()
+    if not s.resume:
+        run.check(validate)                                         # the curve begins where CFT ended
+    run.train(batch_loss, validate, lambda tokens: 6 * body * tokens)
+
+
+if __name__ == "__main__":
+    stage.main(main)

@@ -1,0 +1,212 @@
+"""Stage 3, reinforcement learning (RL) on the ranking reward, over denoising trajectories.
+
+Paper, "The three stages", 3: GRPO (Shao et al., 2024) with DAPO's (Yu et al., 2025) token-level loss. G rollouts of a
+prompt, decoded by the real parallel decoder; each is rewarded; the ones above their group's mean become more likely.
+
+    reward      R = (rank before - rank after) / n + 0.2 if the target strictly rose, or stayed first      ranking.reward
+                R = -1 for anything that is no permutation; such a rollout stays in its group
+    advantage   A = (R - mean of the group) / std of the group;  a group with equal rewards says nothing and is dropped
+    ratio       rho_i = exp(log p_theta(x_i | canvas) - log p_old(x_i | canvas)),  canvas = what the decoder saw at the
+                step at which it committed token i                                                          diffusion.replay
+    loss        - mean over groups of  sum_i min(rho_i A, clip(rho_i, 1 - eps, 1 + eps) A) / tokens of the group
+
+i runs over the committed tokens up to and including the first <eos>. At block length 1 a trajectory is a causal row,
+its replay the plain AR forward, and this same file is the AR teacher's RL, with which train_ar.py ends.
+
+    python train_rl.py --preset mini         # the whole chain, where a stage is missing
+    python train_rl.py --preset mini --block-len 1 --start ar_sft --name ar
+
+The policy chooses tokens; *when* they are committed is treated as given (TraceRL, Wang et al., 2025, does the same).
+Left out: a KL penalty in the loss (the KL to the start is logged instead), a value function, rollouts by older policies
+than the last phase's.
+"""
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import diffusion
+import evaluate
+import ranking
+import sample
+import stage
+from data import prepare
+from data.dataset import longest_output
+from stage import flag
+
+
+@dataclass
+class RLSettings(stage.Settings):
+    name: str = flag("rl", "name of the weights that are written, <out>/<name>.pt")
+    start: str = flag("opd", "name of the weights to start from")
+    block_len: int = flag(32, "block length (1: autoregressive)")
+    tau: float = flag(0.9, "threshold of the rollouts and of the decoded validation")
+    temperature: float = flag(1.0, "of the rollouts; the ratio is taken at the same one")
+    group: int = flag(8, "rollouts of a prompt")
+    reuse: int = flag(2, "optimiser steps on each batch of rollouts, each on its share of the groups")
+    epsilon: float = flag(0.2, "the ratio is clipped to 1 - epsilon ... 1 + epsilon")
+
+
+# `batch` counts prompts of an optimiser step; a batch of rollouts has reuse x batch x group rows.
+PRESETS = {
+    "mini": dict(steps=40, batch=8, lr=1e-4, warmup=4, eval_every=20, eval_users=256, log_every=10),
+    "small": dict(steps=200, batch=8, lr=5e-5, warmup=10, eval_every=50, eval_users=400, log_every=10),
+    "beauty": dict(steps=600, batch=32, lr=5e-6, warmup=10, eval_every=50, eval_users=2000, log_every=10),
+}
+
+
+# === 1. What is computed from a batch of rollouts =====================================================================
+
+def advantages(rewards):
+    """(groups, G) rewards -> advantages (groups, G), and which groups to keep: those whose rewards differ."""
+    std = rewards.std(dim=1, correction=0, keepdim=True)
+    keep = std[:, 0] > 1e-6
+    return (rewards - rewards.mean(dim=1, keepdim=True)) / std.clamp(min=1e-6), keep
+
+
+def policy_loss(logp, old, advantage, epsilon):
+    """The clipped objective of each token, (m,) each -> (m,); and which tokens the clip holds back (m,)."""
+    ratio = (logp - old).exp()
+    free, held = ratio * advantage, ratio.clamp(1 - epsilon, 1 + epsilon) * advantage
+    return -torch.minimum(free, held), held < free
+
+
+def replayed(model, prompts, rollouts, tok, s):
+    """Log-probabilities of all committed tokens under `model`, on the canvases on which they were committed.
+
+    Returns logp (m, vocab) at the rollouts' temperature, chosen (m,), row (m,) and the recorded log-probability (m,)."""
+    packed, committed = diffusion.replay(prompts, rollouts, tok, s.block_len)
+    logits, target = diffusion.score(model, packed, committed, tok)
+    _, row, place = committed.nonzero().T
+    old = torch.tensor([rollouts[r].logprob[i] for r, i in zip(row.tolist(), place.tolist())])
+    logp = (logits / s.temperature).log_softmax(-1)
+    return logp, logp.gather(1, target[:, None])[:, 0], row.to(logp.device), old.to(logp.device)
+
+
+# === 2. Rollouts ======================================================================================================
+
+@dataclass
+class Batch:
+    """Rollouts of one policy. version: the optimiser step at which they were made."""
+    version: int
+    prompts: list             # groups
+    rollouts: list            # groups x G
+    rewards: torch.Tensor     # (groups, G)
+    parsed: list              # groups x G
+    targets: list
+    counts: list
+
+
+def roll_out(model, rows, chosen, tok, s, step, k):
+    """G rollouts of each chosen row, from one prefill. Noise is keyed by (seed, step, row, rollout)."""
+    prompts, targets = [rows[i][0] for i in chosen], [int(rows.target[i]) for i in chosen]
+    counts = [int(rows.n[i]) for i in chosen]
+    seeds = [int(stage.generator(s.seed, step, i, g).initial_seed()) for i in chosen for g in range(s.group)]
+    flat = sample.Decoder(model, prompts, tok, s.block_len, s.tau, longest_output(k), s.temperature, seeds,
+                          copies=s.group).run()
+    rollouts = [flat[i:i + s.group] for i in range(0, len(flat), s.group)]
+    parsed = [[ranking.parse(r.tokens, tok, n) for r in group] for group, n in zip(rollouts, counts)]
+    rewards = torch.tensor([[ranking.reward(p, t, n)["total"] for p in group]
+                            for group, t, n in zip(parsed, targets, counts)])
+    return Batch(step, prompts, rollouts, rewards, parsed, targets, counts)
+
+
+def describe(b, kept):
+    """What to watch beside the loss: parts of the reward, failures by kind, copies (apart for users whose input order
+    was already best), forwards."""
+    flat = [(p, t, n) for group, t, n in zip(b.parsed, b.targets, b.counts) for p in group]
+    parts = [ranking.reward(p, t, n) for p, t, n in flat]
+    copies = [(ranking.copied(p), t == 0) for p, t, _ in flat]
+    runs = [r for group in b.rollouts for r in group]
+
+    def share(values):
+        return sum(values) / max(len(values), 1)
+
+    return {"reward": float(b.rewards.mean()), **{f"reward_{k}": share([x[k] for x in parts])
+                                                  for k in ("rank", "format", "invalid")},
+            "dropped_groups": int((~kept).sum()), "valid": share([p.failure is None for p, _, _ in flat]),
+            "failures": {f: n for f in ranking.FAILURES if (n := sum(p.failure == f for p, _, _ in flat))},
+            "copy_rate_target_first": share([c for c, first in copies if first]),
+            "copy_rate_target_later": share([c for c, first in copies if not first]),
+            "tokens_per_nfe": sum(len(r.tokens) for r in runs) / sum(r.nfe for r in runs)}
+
+
+def main(argv=None):
+    s = stage.settings(RLSettings, PRESETS, __doc__, argv)
+    sample.check_settings(s.block_len, s.tau, s.temperature)
+    if s.group < 2 or s.reuse < 1 or s.temperature == 0:
+        raise stage.UserError("--group at least 2, --reuse at least 1, --temperature above 0: rollouts must differ")
+    folder, tok, summary = stage.load_data(s)
+    stage.need(s, s.start)
+    k = summary["config"]["candidates"]
+    s.dtype = "float32"           # the ratio must be 1 to 1e-5 before the first update; bf16 gives 1e-2
+    path = stage.weights(s.out, s.preset, s.start)
+    model, start = (stage.load_model(path, tok, summary, "train it again", s.device)[0] for _ in range(2))
+    start.requires_grad_(False)
+    run = stage.Run(s.name, s, model, tok, summary)
+
+    # === 3. A step: its share of the groups, replayed ===================================================
+    rows = prepare.Rows(folder / "all.npz")
+    hits = np.flatnonzero(rows.target >= 0)                         # without the target there is nothing to reward
+    lengths = np.add(*rows.lengths())[hits]
+    state = {"batch": None}
+
+    def batch_loss(step):
+        phase, share = divmod(step, s.reuse)
+        if share == 0 or state["batch"] is None:                    # after a resume within a phase: fresh rollouts
+            chosen = np.concatenate([hits[stage.batch_rows(lengths, s.batch, s.seed, phase * s.reuse + j)]
+                                     for j in range(s.reuse)])
+            state["batch"] = roll_out(model, rows, chosen, tok, s, step, k)
+        b = state["batch"]
+        if step - b.version >= s.reuse:
+            raise RuntimeError(f"rollouts of step {b.version} at step {step}: too old for --reuse {s.reuse}")
+        mine = range(share * s.batch, (share + 1) * s.batch)
+        advantage, keep = advantages(b.rewards)
+        kept = [i for i in mine if keep[i]]
+        if not kept:
+            run.log(**describe(b, keep))
+        seen = {"entropy": 0.0, "kl_to_start": 0.0, "clipped": 0.0, "ratio_off": 0.0, "tokens": 0}
+
+        def group_loss(i):
+            """One group = one micro-batch: the sum over its tokens, divided by their number."""
+            prompts, rollouts = [b.prompts[i]] * s.group, b.rollouts[i]
+            logp, chosen, row, old = replayed(run.model, prompts, rollouts, tok, s)
+            loss, held = policy_loss(chosen, old, advantage[i].to(row.device)[row], s.epsilon)
+            with torch.no_grad():
+                p = logp.exp()
+                seen["entropy"] -= float(torch.where(p > 0, p * logp, 0.0).sum())
+                seen["clipped"] += float(held.sum())
+                seen["ratio_off"] = max(seen["ratio_off"], float(((chosen - old).exp() - 1).abs().max()))
+                seen["tokens"] += len(old)
+                if step % s.log_every == 0:
+                    ref = replayed(start, prompts, rollouts, tok, s)[0]
+                    seen["kl_to_start"] += float(torch.where(p > 0, p * (logp - ref), 0.0).sum())
+            if i == kept[-1]:
+                n = max(seen.pop("tokens"), 1)
+                off = seen.pop("ratio_off")
+                row = {key: v / n for key, v in seen.items() if key != "kl_to_start" or step % s.log_every == 0}
+                run.log(**describe(b, keep), **row, ratio_off=off, version=b.version)
+            return loss.sum() / len(old)
+
+        parts = [(lambda i=i: group_loss(i), 1.0) for i in kept]
+        return parts, sum(len(b.prompts[i]) + len(r.canvas) + r.nfe * s.block_len for i in kept for r in b.rollouts[i])
+
+    # === 4. Validate by free decoding, greedily; keep some rollouts as text ==============================
+    prompts, targets = evaluate.validation_users(folder, s.eval_users)
+
+    def validate(model):
+        if state["batch"]:
+            with open(Path(s.out) / f"{s.name}.rollouts.txt", "a") as f:
+                for r, reward in zip(state["batch"].rollouts[0][:2], state["batch"].rewards[0]):
+                    f.write(f"step {run.step}, reward {reward:.2f}, {r.nfe} forwards\n{tok.text(r.tokens)}\n\n")
+        return evaluate.validate_by_decoding(model, tok, prompts, targets, k, s.block_len, s.tau, run.autocast())
+
+    body, _ = model.size()
+    if not s.resume:
+        run.check(validate)                                         # the start competes: harm done by RL is not kept
+    run.train(batch_loss, validate, lambda tokens: 6 * body * tokens)
+
+
+if __name__ == "__main__":
+    stage.main(main)
