@@ -1,6 +1,6 @@
 """The whole picture of a trained run: the ladder of systems and the speed-accuracy frontier, as tables and one file.
 
-    python evaluate.py --preset mini                 # ladder and frontier -> out/mini/results.json
+    python evaluate.py --preset mini                 # ladder, frontier, sweeps -> out/mini/results.json, *.svg
     python evaluate.py --preset small --only ladder
 
 Ladder (paper, first table): random, reverse and pre-rank orders, the teacher's traces, each trained model decoding
@@ -11,6 +11,8 @@ forward (NFE) is the figure that does not depend on the machine.
 
 Left out: an LLM as judge of the reasoning; ranking.py checks each claim against the prompt instead.
 """
+import copy
+import dataclasses
 import json
 import statistics
 import time
@@ -27,15 +29,16 @@ import sample
 import stage
 from data import prepare
 from data.dataset import longest_output
+from model import KVCache, Transformer
 from stage import flag
 
 TAUS = (1.0, 0.95, 0.9, 0.8, 0.6, 0.4)
-STAGES = ("ar_sft", "ar", "cft", "opd", "cft_rl", "rl")     # in the ladder's order; a run need not have all
 
 
 @dataclass
 class EvalSettings(stage.Common):
-    only: str = flag("", "ladder or frontier (default: both)")
+    only: str = flag("", "ladder, frontier, or sweeps with the frontier (default: all)")
+    student: str = flag("", "weights of the frontier and the sweeps (default: the last stage that is there)")
     block_len: int = flag(32, "block length of the diffusion model")
     time_users: int = flag(24, "test users decoded one by one for the timing, each in every mode")
     repeats: int = flag(3, "how often the timing is repeated, modes in turn")
@@ -100,86 +103,221 @@ def ladder(s, folder, tok, summary, systems):
 
 # === The frontier =====================================================================================================
 
-def frontier(s, folder, tok, summary, models):
-    """models: {mode: (model, block_len)} with "ar" first. Returns rows of results.json's "frontier", at batch 1.
+def timed(model, prompts, tok, block_len, tau, max_len):
+    """Decode these prompts as one batch: (rollouts, seconds of decoding, seconds of prefill and decoding)."""
+    start = time.perf_counter()
+    d = sample.Decoder(model, prompts, tok, block_len, tau or 1.0, max_len, record=False)
+    ready = time.perf_counter()
+    done = d.run()
+    end = time.perf_counter()
+    return done, end - ready, end - start
 
-    Accuracy from all test users with a hit; time from a few, each mode after the other for every repeat. Both modes
-    use the same Decoder; tok_s is decode only (the cache is filled), tok_s_end_to_end includes the prefill.
-    """
-    k = summary["config"]["candidates"]
-    prompts, targets = users_with_hit(folder, "test")
-    modes = [("ar", 1, None, models["ar"])] + [("diffusion", s.block_len, tau, models["cft"]) for tau in TAUS]
-    rows = []
-    for mode, block_len, tau, model in modes:
-        done = sample.decode(model, prompts, tok, block_len, tau or 1.0, longest_output(k))
-        row = ranking.ladder_row(mode, prompts, done, targets, tok, k, tau)
-        rows.append({"mode": mode, "tau": tau, "block_len": block_len, "batch": 1} |
-                    {key: row[key] for key in ("r1", "ndcg3", "valid", "failures", "nfe", "tokens", "tokens_per_nfe")})
+
+def race(modes, batches, tok, max_len, repeats):
+    """modes: [(model, block_len, tau)], the first of them AR. Each decodes the same batches, one mode after the other,
+    several times. Returns for each mode: tok_s (decode only), tok_s_end_to_end, speedup (median over the repeats of
+    the ratio within a repeat) and its range, nfe, tokens_per_nfe."""
+    for mode in modes:
+        timed(mode[0], batches[0], tok, *mode[1:], max_len)         # warm up
     rates = [[] for _ in modes]                                     # per repeat: (decode only, end to end)
-    for _ in range(s.repeats):
-        for (mode, block_len, tau, model), found in zip(modes, rates):
-            spent = [0, 0.0, 0.0]
-            for prompt in prompts[:s.time_users]:
-                start = time.perf_counter()
-                d = sample.Decoder(model, [prompt], tok, block_len, tau or 1.0, longest_output(k), record=False)
-                ready = time.perf_counter()
-                [out] = d.run()
-                end = time.perf_counter()
-                spent = [spent[0] + len(out.tokens), spent[1] + end - ready, spent[2] + end - start]
-            found.append((spent[0] / spent[1], spent[0] / spent[2]))
-    for row, found in zip(rows, rates):
-        row["tok_s"], row["tok_s_end_to_end"] = (statistics.median(x) for x in zip(*found))
-        row["speedup"] = statistics.median(mine[0] / ar[0] for mine, ar in zip(found, rates[0]))
-        row["speedup_range"] = [f(mine[0] / ar[0] for mine, ar in zip(found, rates[0])) for f in (min, max)]
+    counts = [None] * len(modes)
+    for _ in range(repeats):
+        for m, (model, block_len, tau) in enumerate(modes):
+            runs = [timed(model, batch, tok, block_len, tau, max_len) for batch in batches]
+            out = [r for done, _, _ in runs for r in done]
+            tokens, nfe = sum(len(r.tokens) for r in out), sum(r.nfe for r in out)
+            counts[m] = {"nfe": nfe / len(out), "tokens_per_nfe": tokens / nfe}
+            rates[m].append(tuple(tokens / sum(run[i] for run in runs) for i in (1, 2)))
+    rows = []
+    for found, count in zip(rates, counts):
+        decode, whole = (statistics.median(x) for x in zip(*found))
+        ratios = [mine[0] / ar[0] for mine, ar in zip(found, rates[0])]
+        rows.append(count | {"tok_s": decode, "tok_s_end_to_end": whole, "speedup": statistics.median(ratios),
+                             "speedup_range": [min(ratios), max(ratios)]})
     return rows
 
 
+def fastest(model, prompts, tok, block_len, tau, max_len):
+    """The model in float32 or bfloat16, whichever decodes these prompts faster here: a forward of one token is bound
+    by its own overhead, one of 32 by arithmetic, so AR and diffusion need not agree."""
+    half = copy.deepcopy(model).bfloat16()
+    if stage.matmul_rate(str(model.embed.weight.device), torch.bfloat16, 0.05) < 1e10:
+        return model                                                # emulated: do not even try
+    seconds = [min(timed(m, prompts, tok, block_len, tau, max_len)[1] for _ in range(4)) for m in (model, half)]
+    return half if seconds[1] < seconds[0] else model
+
+
+def frontier(s, folder, tok, summary, ar, student):
+    """Rows of results.json's "frontier", at batch 1: AR, then the student at each tau. Accuracy from all test users
+    with a hit, in the dtype in which the mode is timed; time from a few of them."""
+    k = summary["config"]["candidates"]
+    prompts, targets = users_with_hit(folder, "test")
+    few, max_len = [[p] for p in prompts[:s.time_users]], longest_output(k)
+    modes = [(fastest(ar, few[0], tok, 1, None, max_len), 1, None)]
+    quick = fastest(student, few[0], tok, s.block_len, 0.9, max_len)
+    modes += [(quick, s.block_len, tau) for tau in TAUS]
+    rows = []
+    for (model, block_len, tau), speed in zip(modes, race(modes, few, tok, max_len, s.repeats)):
+        done = sample.decode(model, prompts, tok, block_len, tau or 1.0, max_len)
+        row = ranking.ladder_row("", prompts, done, targets, tok, k, tau)
+        rows.append({"mode": "diffusion" if tau else "ar", "tau": tau, "block_len": block_len, "batch": 1,
+                     "dtype": str(model.embed.weight.dtype).removeprefix("torch.")} | speed |
+                    {key: row[key] for key in ("r1", "ndcg3", "valid", "failures", "nfe", "tokens", "tokens_per_nfe")})
+    return rows, modes[0][0], quick
+
+
+# === Sweeps ===========================================================================================================
+
+def fewer(prompt, tok, n):
+    """A prompt that shows only the first n candidates."""
+    return prompt[:prompt.index(tok.slots[n])] + [tok.rank] if n < len(tok.slots) and tok.slots[n] in prompt else prompt
+
+
+def forward_cost(model, tokens, cached, repeats=30):
+    """Median milliseconds of one forward of `tokens` tokens against a cache of `cached`. Cost does not depend on what
+    the weights know, so a longer context than the model's own can be tried."""
+    cfg = dataclasses.replace(model.cfg, ctx_len=max(model.cfg.ctx_len, cached + tokens))
+    other = Transformer(cfg).to(model.embed.weight.device, model.embed.weight.dtype)
+    cache = KVCache(cfg, 1, cached + tokens, model.embed.weight.device, model.embed.weight.dtype)
+    x = torch.zeros(1, tokens, dtype=torch.long, device=model.embed.weight.device)
+    spent = []
+    with torch.inference_mode():
+        for _ in range(repeats):
+            start = time.perf_counter()
+            other.logits(other(x, x + cached, None, cache.at(cached, cached + tokens))).sum().item()
+            spent.append(1000 * (time.perf_counter() - start))
+    return statistics.median(spent)
+
+
+def sweeps(s, folder, tok, summary, ar, student):
+    """What the speed-up depends on, at tau = .9: {"output_len", "prompt_len", "batch", "block_len": rows}.
+
+    output_len  prompts cut to fewer candidates, so whole, shorter outputs
+    prompt_len  the cost of one forward, block over single token, by cached tokens, and the speed-up that it leaves
+    batch       rows decoded together; block_len  other blocks than the ones trained on, with their validity
+    """
+    k = summary["config"]["candidates"]
+    prompts, targets = users_with_hit(folder, "test")
+    few, out = prompts[:s.time_users], {"output_len": [], "prompt_len": [], "batch": [], "block_len": []}
+    for n in sorted({min(n, k) for n in (3, 5, 7, 10)}):
+        base, row = race([(ar, 1, None), (student, s.block_len, 0.9)], [[fewer(p, tok, n)] for p in few], tok,
+                         longest_output(n), s.repeats)
+        out["output_len"].append({"candidates": n, "tokens": base["nfe"]} | row)
+    tokens_per_nfe = row["tokens_per_nfe"]                          # of the longest outputs
+    for cached in (128, 256, 512, 1024, 2048):
+        one, block = forward_cost(ar, 1, cached), forward_cost(student, s.block_len, cached)
+        out["prompt_len"].append({"cached": cached, "ms_one": one, "ms_block": block, "cost": block / one,
+                                  "speedup": tokens_per_nfe * one / block})
+    for size in (1, 4, 16, 64):
+        batches = [prompts[i:i + size] for i in range(0, min(max(size, s.time_users), len(prompts)), size)]
+        base, row = race([(ar, 1, None), (student, s.block_len, 0.9)], batches, tok, longest_output(k), s.repeats)
+        out["batch"].append({"batch": size, "tok_s_ar": base["tok_s"]} | row)
+    for b in (4, 8, 16, 32, 64):
+        if max(map(len, prompts)) - 1 + -(-longest_output(k) // b) * b > student.cfg.ctx_len:
+            continue
+        _, row = race([(ar, 1, None), (student, b, 0.9)], [[p] for p in few], tok, longest_output(k), s.repeats)
+        done = sample.decode(student, prompts[:400], tok, b, 0.9, longest_output(k))
+        judged = ranking.ladder_row("", prompts[:400], done, targets[:400], tok, k)
+        out["block_len"].append({"block_len": b} | row | {key: judged[key] for key in ("r1", "valid")})
+    return out
+
+
+# === Tables and figures, from the results alone =======================================================================
+
 def show_frontier(rows):
-    print(f"{'mode':10}{'tau':>6}{'R@1':>8}{'NDCG@3':>8}{'valid':>8}{'NFE':>7}{'tok/NFE':>9}{'tok/s':>8}"
+    print(f"{'mode':10}{'tau':>6}{'dtype':>10}{'R@1':>8}{'NDCG@3':>8}{'valid':>8}{'NFE':>7}{'tok/NFE':>9}{'tok/s':>8}"
           f"{'end to end':>12}{'speed-up':>10}   (least to most)")
     for r in rows:
-        print(f"{r['mode']:10}{r['tau'] if r['tau'] else '':>6}{r['r1']:8.3f}{r['ndcg3']:8.3f}{r['valid']:8.1%}{r['nfe']:7.1f}"
-              f"{r['tokens_per_nfe']:9.1f}{r['tok_s']:8,.0f}{r['tok_s_end_to_end']:12,.0f}{r['speedup']:9.2f}x   "
-              "({:.2f} to {:.2f})".format(*r["speedup_range"]))
+        print(f"{r['mode']:10}{r['tau'] if r['tau'] else '':>6}{r['dtype']:>10}{r['r1']:8.3f}{r['ndcg3']:8.3f}"
+              f"{r['valid']:8.1%}{r['nfe']:7.1f}{r['tokens_per_nfe']:9.1f}{r['tok_s']:8,.0f}{r['tok_s_end_to_end']:12,.0f}"
+              f"{r['speedup']:9.2f}x   " + "({:.2f} to {:.2f})".format(*r["speedup_range"]))
+
+
+def show_sweeps(found):
+    for name, rows in found.items():
+        columns = [c for c in rows[0] if c not in ("speedup_range", "tok_s_end_to_end")]
+        print(f"\n{name}\n" + "".join(f"{c:>16}" for c in columns))
+        for r in rows:
+            print("".join(f"{r[c]:>16,}" if isinstance(r[c], int) else f"{r[c]:>16,.3f}" for c in columns))
+
+
+def draw(path, title, x_name, y_name, series):
+    """Lines through points as a small SVG, which any browser shows. series: {name: [(x, y), ...]}."""
+    xs, ys = zip(*(p for points in series.values() for p in points))
+    (x0, x1), (y0, y1) = ((min(v), max(v) if max(v) > min(v) else min(v) + 1) for v in (xs, ys))
+    at = lambda x, y: (70 + 480 * (x - x0) / (x1 - x0), 330 - 280 * (y - y0) / (y1 - y0))
+    text = lambda x, y, words, anchor="middle": f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{words}</text>'
+    parts = [text(310, 25, title), text(310, 375, x_name), text(70, 40, y_name), text(70, 350, f"{x0:.4g}"),
+             text(550, 350, f"{x1:.4g}"), text(62, 334, f"{y0:.4g}", "end"), text(62, 54, f"{y1:.4g}", "end"),
+             '<path d="M70 50 V330 H550" fill="none" stroke="black"/>']
+    for i, (name, points) in enumerate(series.items()):
+        color = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df", "#9a6700", "#57606a")[i % 6]
+        line = " ".join("{:.1f},{:.1f}".format(*at(*p)) for p in points)
+        parts += [f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>',
+                  f'<g fill="{color}">' + text(545, 70 + 18 * i, name, "end") + "".join(
+                      '<circle cx="{:.1f}" cy="{:.1f}" r="3"/>'.format(*at(*p)) for p in points) + "</g>"]
+    path.write_text('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 390" font-family="sans-serif" '
+                    'font-size="13"><rect width="600" height="390" fill="white"/>' + "".join(parts) + "</svg>\n")
+
+
+def figures(folder, results):
+    """The frontier, the sweeps, and the curves of the stages' logs, as SVG files beside results.json."""
+    if found := results.get("frontier"):
+        draw(folder / "frontier.svg", "R@1 against speed-up over AR (batch 1)", "speed-up", "R@1",
+             {mode: [(r["speedup"], r["r1"]) for r in found if r["mode"] == mode] for mode in ("ar", "diffusion")})
+    for name, key in (("output_len", "tokens"), ("prompt_len", "cached"), ("batch", "batch"), ("block_len", "block_len")):
+        if rows := results.get("sweeps", {}).get(name):
+            draw(folder / f"sweep_{name}.svg", f"speed-up at tau 0.9 by {name}", key, "speed-up",
+                 {"diffusion": [(r[key], r["speedup"]) for r in rows]})
+    for name in stage.NAMES:
+        if (log := folder / f"{name}.jsonl").exists():
+            lines = [json.loads(line) for line in log.read_text().splitlines()]
+            for key in ("loss", "valid_r1", "valid_valid", "valid_kl", "reward", "entropy", "valid_tokens_per_nfe"):
+                if len(points := [(x["step"], x[key]) for x in lines if key in x]) > 1:
+                    draw(folder / f"{name}_{key}.svg", f"{name}: {key}", "step", key, {name: points})
 
 
 def main(argv=None):
     s = stage.settings(EvalSettings, {}, __doc__, argv)
-    if s.only not in ("", "ladder", "frontier"):
-        raise stage.UserError(f"--only {s.only}: ladder or frontier")
+    if s.only not in ("", "ladder", "frontier", "sweeps"):
+        raise stage.UserError(f"--only {s.only}: ladder, frontier or sweeps")
     sample.check_settings(s.block_len, 1.0)
     if s.threads:
         torch.set_num_threads(s.threads)
     folder, tok, summary = stage.load_data(s)
-    paths = {name: stage.weights(s.out, s.preset, name) for name in ("ar", "cft")}
-    if not paths["ar"]:
+    students = stage.students(s.out, s.preset)
+    if not stage.weights(s.out, s.preset, "ar"):
         raise stage.UserError(f"no weights in {s.out}; train them: python train_ar.py --preset {s.preset}")
+    print("weights: " + ", ".join(str(p) for n in stage.NAMES if (p := stage.weights(s.out, s.preset, n))))
     file = Path(s.out) / "results.json"
     results = json.loads(file.read_text()) if file.exists() else {}
     results |= {"preset": s.preset, "seed": s.seed, "device": s.device, "n_users": summary["test_users_with_hit"]}
     if s.only in ("", "ladder"):
-        have = [name for name in STAGES if stage.weights(s.out, s.preset, name)]
-        systems = [(name, name, 1, None) for name in ("ar_sft", "ar") if name in have]
-        if len(have) > len(systems):
-            systems += [("naive", "ar", s.block_len, 0.9)]
-        systems += [(name, name, s.block_len, tau) for name in have if not name.startswith("ar") for tau in (1.0, 0.9)]
+        systems = [(name, name, 1, None) for name in ("ar_sft", "ar") if stage.weights(s.out, s.preset, name)]
+        systems += [("naive", "ar", s.block_len, 0.9)] * bool(students)
+        systems += [(name, name, s.block_len, tau) for name in students for tau in (1.0, 0.9)]
         rows = ladder(s, folder, tok, summary, systems)
         print(f"Ladder: {rows[0]['n']:,} test users whose next purchase is among the candidates")
         ranking.show_ladder(rows, summary["hit_test"])
         results["ladder"] = [{key: v for key, v in r.items() if key not in ("hits1", "n", "ndcg3_strict")} for r in rows]
-    if s.only in ("", "frontier"):
-        if not paths["cft"]:
-            print(f"\nno frontier: {s.out} has no cft.pt; train it with python train_cft.py --preset {s.preset}")
-        else:
-            models = {n: stage.load_model(p, tok, summary, f"python train_{n}.py", s.device)[0] for n, p in paths.items()}
-            rows = frontier(s, folder, tok, summary, models)
-            print(f"\nFrontier: batch 1, {s.device}, {torch.get_num_threads()} threads; median of {s.repeats} repeats")
-            show_frontier(rows)
-            results["frontier"] = rows
+    student = s.student or (students[-1] if students else "")
+    if s.only in ("", "frontier", "sweeps") and not student:
+        print(f"\nno frontier: {s.out} has no diffusion weights; train them with python train_cft.py --preset {s.preset}")
+    elif s.only != "ladder":
+        ar, model = (stage.load_model(stage.weights(s.out, s.preset, n) or f"{s.out}/{n}.pt", tok, summary,
+                                      f"python train_{n}.py", s.device)[0] for n in ("ar", student))
+        rows, ar, model = frontier(s, folder, tok, summary, ar, model)
+        print(f"\nFrontier of {student}: batch 1, {s.device}, {torch.get_num_threads()} threads; median of {s.repeats} repeats")
+        show_frontier(rows)
+        results |= {"student": student, "frontier": rows}
+        if s.only in ("", "sweeps"):
+            results["sweeps"] = sweeps(s, folder, tok, summary, ar, model)
+            show_sweeps(results["sweeps"])
     part = file.with_suffix(".json.part")
     part.write_text(json.dumps(results, indent=1))
     part.replace(file)
-    print(f"-> {file}")
+    figures(Path(s.out), results)
+    print(f"-> {file}, and figures *.svg beside it")
 
 
 if __name__ == "__main__":

@@ -278,6 +278,7 @@ def main(argv=None):
     ap.add_argument("--preset", choices=list(stage.MODELS), default="mini")
     ap.add_argument("--out", default="", help="folder of the run (default out/<preset>)")
     ap.add_argument("--user", type=int, default=0, help="the user's number in users.tsv.gz")
+    ap.add_argument("--student", default="", help="weights of the diffusion model (default: the last stage there is)")
     ap.add_argument("--block-len", type=int, default=32, help="block length of the diffusion model")
     ap.add_argument("--tau", type=float, default=0.9, help="commit threshold of the diffusion model")
     ap.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
@@ -298,10 +299,12 @@ def main(argv=None):
             raise stage.UserError(f"no user {s.user}: numbers run from 0 to {len(split.user) - 1}, and a user needs "
                                   "enough purchases to have a test row")
         models = []
-        for mode, name, block_len in (("ar", "ar", 1), ("diffusion", "cft", s.block_len)):
+        student = s.student or (stage.students(s.out, s.preset) or ["cft"])[-1]
+        for mode, name, block_len in (("ar", "ar", 1), (student, student, s.block_len)):
             path = stage.weights(s.out, s.preset, name)
             if path:
-                models.append((mode, block_len, stage.load_model(path, tok, summary, f"python train_{name}.py", s.device)[0]))
+                model, _ = stage.load_model(path, tok, summary, f"python train_{name}.py --preset {s.preset}", s.device)
+                models.append((mode, block_len, model))
         if not models:
             raise stage.UserError(f"no weights in {s.out}: train them with python train_ar.py --preset {s.preset}")
         r = names.index(str(s.user))

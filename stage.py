@@ -35,6 +35,7 @@ MODELS = {
 }
 
 
+NAMES = ("ar_sft", "ar", "cft", "opd", "cft_rl", "rl")                  # weights, in the ladder's order
 SHIPPED = Path(__file__).resolve().parent / "data" / "weights"         # trained weights in the clone
 
 
@@ -242,6 +243,11 @@ def weights(out, preset, name):
         if path.exists():
             return path
     return None
+
+
+def students(out, preset):
+    """Names of the diffusion weights that are there, in the ladder's order."""
+    return [name for name in NAMES if not name.startswith("ar") and weights(out, preset, name)]
 
 
 # === The loop =========================================================================================================

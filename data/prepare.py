@@ -72,9 +72,9 @@ PRESETS = {
     "small": DataConfig(),
     "beauty": DataConfig(sids=1, title_tokens=12, merges=4096),
 }
-# What Beauty gave when this was written, for the eye: users, items and interactions are the field's 5-core counts.
 LONGEST = 1000                       # of a longer history the newest count: its prefixes would cost its square
-MOST_ITEMS = 30_000               # four dense items x items matrices: 10 GB at this size, 2 GB for Beauty
+MOST_ITEMS = 30_000                  # four dense items x items matrices: 10 GB at this size, 2 GB for Beauty
+# What Beauty gave when this was written, for the eye: users, items and interactions are the field's 5-core counts.
 EXPECTED = {"users": 22363, "items": 12101, "interactions": 198502, "sid_unique": 1.0}
 
 

@@ -85,7 +85,23 @@ def test_results_file(trained, capsys):
         assert key in systems["cft"], key
     assert results["frontier"][0]["mode"] == "ar" and results["frontier"][0]["speedup"] == 1.0
     assert [row["tau"] for row in results["frontier"][1:]] == list(evaluate.TAUS)
+    assert {name: len(rows) for name, rows in results["sweeps"].items()} == {"output_len": 3, "prompt_len": 5, "batch": 4,
+                                                                             "block_len": 5}
+    assert all(row["speedup"] > 0 for rows in results["sweeps"].values() for row in rows)
+    lengths = [row["tokens"] for row in results["sweeps"]["output_len"]]
+    assert results["student"] == "rl" and len(lengths) == 3
     assert "oracle" in capsys.readouterr().out
+    for name in ("frontier", "sweep_batch", "rl_valid_r1", "opd_valid_kl"):
+        assert (trained / f"{name}.svg").read_text().startswith("<svg")
+
+
+def test_fewer_candidates(prompts, tok):
+    """A prompt cut to its first n candidates reads as those n, and one that has no more is left alone."""
+    from data import dataset
+    prompt = prompts[-1][0]
+    history, candidates = dataset.read_prompt(prompt, tok)
+    assert dataset.read_prompt(evaluate.fewer(prompt, tok, 3), tok) == (history, candidates[:3])
+    assert evaluate.fewer(prompt, tok, 6) == evaluate.fewer(prompt, tok, 10) == prompt
 
 
 def user_of(trained):
@@ -98,14 +114,14 @@ def user_of(trained):
 def test_command_line_shows_one_user(trained, capsys):
     sample.main(["--preset", "mini", "--out", str(trained), "--user", user_of(trained), "--block-len", "8"])
     text = capsys.readouterr().out
-    assert "--- ar:" in text and "--- diffusion, blocks of 8" in text and "tokens/s" in text and "Crème" in text
+    assert "--- ar:" in text and "--- rl, blocks of 8" in text and "tokens/s" in text and "Crème" in text
     assert "<- the true next purchase" in text or "not among the candidates" in text
 
 
 def test_command_line_json(trained, capsys):
     sample.main(["--preset", "mini", "--out", str(trained), "--user", user_of(trained), "--block-len", "8", "--json"])
     result = json.loads(capsys.readouterr().out)
-    assert [m["mode"] for m in result["modes"]] == ["ar", "diffusion"]
+    assert [m["mode"] for m in result["modes"]] == ["ar", "rl"]
     assert all(m["tok_s"] >= m["tok_s_end_to_end"] > 0 for m in result["modes"])
 
 
