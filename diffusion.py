@@ -111,8 +111,9 @@ def draw_hidden(n, length, block_len, generator, schedule="complementary", full=
 class Packed:
     """Rows ready for one forward: [prompt | clean | view 1 | ... | view K], left-padded so that outputs line up.
 
-    tokens, positions (n, T); mask (n, 1, T, T); with P' = padded prompt length without its last token (which is u_0).
-    target (n, R): y. start: first position whose hidden states are scored (P' for the clean part, P' + R for views).
+    tokens, positions (n, T); mask (T, T) or (n, 1, T, T). With views the clean part lacks the last block, which no later
+    block is there to read: T = P' + (R - B) + K R, where P' = padded prompts without their last token (which is u_0).
+    target (n, R): y. start: first position whose hidden states are scored (P' for AR, P' + R - B for views).
     order: None, or (n, T') the places that were kept of a longer row (replay); hidden states go back to them.
     """
     tokens: torch.Tensor
@@ -145,18 +146,19 @@ def pack(prompts, outputs, tok, block_len, hidden=None, used=None):
     prompt, there = prompt[:, :-1], there[:, :-1]                                         # u_0 is the last prompt token
     n, p = prompt.shape
     views = [] if hidden is None else [canvas(u, h, tok.mask, block_len) for h in hidden]
-    k = len(views)
+    k, clean = len(views), length - block_len if views else length
     start_at = there.sum(1, keepdim=True)                                                 # (n, 1) real prompt length
     place = (torch.arange(p) - p + start_at).clamp(min=0)                                 # (n, P') pads sit at 0
     out_place = start_at + torch.arange(length)                                           # (n, R)
     block = torch.arange(length) // block_len
-    blocks = torch.cat((torch.arange(p) - p, block.repeat(1 + k)))                        # (T,)
-    segments = torch.cat((torch.zeros(p + length), (1 + torch.arange(k)).repeat_interleave(length))).long()
-    valid = torch.cat((there, torch.ones(n, length * (1 + k), dtype=torch.bool)), dim=1)  # (n, T)
-    tokens, positions = torch.cat([prompt, u, *views], dim=1), torch.cat([place, out_place.repeat(1, 1 + k)], dim=1)
+    blocks = torch.cat((torch.arange(p) - p, block[:clean], block.repeat(k)))             # (T,)
+    segments = torch.cat((torch.zeros(p + clean), (1 + torch.arange(k)).repeat_interleave(length))).long()
+    valid = torch.cat((there, torch.ones(n, clean + length * k, dtype=torch.bool)), dim=1)          # (n, T)
+    tokens = torch.cat([prompt, u[:, :clean], *views], dim=1)
+    positions = torch.cat([place, out_place[:, :clean], out_place.repeat(1, k)], dim=1)
     order = None
     if used is not None:
-        valid[:, p + length:] = used.transpose(0, 1).flatten(1)
+        valid[:, p + clean:] = used.transpose(0, 1).flatten(1)
         order = torch.argsort(~valid, dim=1, stable=True)[:, :int(valid.sum(1).max())]    # (n, T') what is kept first
         tokens, positions, valid = (x.gather(1, order) for x in (tokens, positions, valid))
         segments, blocks = segments[order], blocks[order]                                 # (n, T')
@@ -164,7 +166,7 @@ def pack(prompts, outputs, tok, block_len, hidden=None, used=None):
     if not valid.all():                                                                   # pads: seen only by themselves
         mask = mask & valid[:, None, :] | torch.eye(tokens.shape[1], dtype=torch.bool)
     return Packed(tokens=tokens, positions=positions, mask=mask[:, None] if mask.dim() == 3 else mask,
-                  target=target, start=p + (length if k else 0), order=order)
+                  target=target, start=p + (clean if k else 0), order=order)
 
 
 def token_weights(outputs, length, tok, reasoning, answer, tail):
@@ -234,8 +236,8 @@ def replay(prompts, rollouts, tok, block_len):
 
     View k is every block's canvas as it stood at step k of that block, and committed[k] says what was fixed there, up
     to and including the first <eos>: what follows it gets no reward, no KL and no gradient.
-    Blocks that were finished before step k are left out of view k, so a row costs P + R + NFE * B tokens, where one
-    forward a step would cost NFE * (P + R). Exact: attention, positions and shift are those of decoding.
+    Blocks that were finished before step k are left out of view k, so a row costs about P + R + NFE * B tokens, where
+    one forward a step would cost NFE * (P + R). Exact: attention, positions and shift are those of decoding.
     """
     outputs = [r.canvas for r in rollouts]
     length = max(map(len, outputs))

@@ -72,26 +72,29 @@ def test_perturbing_a_clean_block_moves_only_it_and_later_blocks(model, prompts,
     packed = diffusion.pack([prompt], [output[:12]], tok, b, hidden)
     p, r = len(prompt) - 1, 12
     moved = perturb(model, packed, p + 5)                           # an input of clean block 1
-    assert not moved[:p + 4].any() and moved[p + 4:p + 12].all()    # block 1 as a whole, and block 2
-    for view in (1, 2):
-        v = moved[p + view * r:p + (view + 1) * r]
+    assert packed.start == p + 8                                    # the last block's clean copy is left out
+    assert not moved[:p + 4].any() and moved[p + 4:p + 8].all()     # block 1 as a whole
+    for view in (0, 1):
+        v = moved[p + 8 + view * r:p + 8 + (view + 1) * r]
         assert not v[:8].any() and v[8:].all()                      # views of block 2 read it, no other view does
+    moved = perturb(model, diffusion.pack([prompt], [output[:12]], tok, b), p + 5)      # without views: all blocks
+    assert not moved[:p + 4].any() and moved[p + 4:].all()
 
 
 def test_perturbing_a_view_moves_nothing_else(model, prompts, tok):
     prompt, output = prompts[5]
     packed = diffusion.pack([prompt], [output[:12]], tok, 4, torch.zeros(2, 1, 12, dtype=torch.bool))
     p, r = len(prompt) - 1, 12
-    moved = perturb(model, packed, p + r + 6)                       # view 1, block 1
-    own = torch.arange(len(moved))
-    assert torch.equal(moved, (own >= p + r + 4) & (own < p + r + 8))
+    moved = perturb(model, packed, packed.start + 6)                # view 1, block 1
+    own = torch.arange(len(moved)) - packed.start
+    assert packed.start == p + r - 4 and torch.equal(moved, (own >= 4) & (own < 8))
 
 
 def test_one_revealed_block_is_plain_bidirectional_attention(model, prompts, tok):
     prompt, output = prompts[3][0], prompts[3][1][:8]
     packed = diffusion.pack([prompt], [output], tok, 8, torch.zeros(1, 1, 8, dtype=torch.bool))
     p = len(prompt) - 1
-    view = model(packed.tokens, packed.positions, packed.mask)[0, p + 8:]
+    view = model(packed.tokens, packed.positions, packed.mask)[0, packed.start:]
     x = torch.tensor([prompt + output[:-1]])
     mask = torch.ones(p + 8, p + 8, dtype=torch.bool).tril()
     mask[p:, p:] = True
@@ -162,7 +165,7 @@ def test_no_supervised_token_gives_zero(model, prompts, tok):
     packed = diffusion.pack([prompts[0][0]], [prompts[0][1]], tok, 1)
     loss = diffusion.loss_sum(model, packed, torch.zeros(1, *packed.target.shape), tok)
     loss.backward()
-    assert float(loss) == 0 and all(p.grad is None or not p.grad.any() for p in model.parameters())
+    assert float(loss.detach()) == 0 and all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
 def test_commit_rule():
@@ -185,8 +188,9 @@ def test_replay_recomputes_the_recorded_log_probabilities(model, prompts, tok, b
     old = torch.tensor([rollouts[r].logprob[i] for r, i in zip(row, place)])
     assert torch.allclose(logp, old, atol=1e-5) and torch.allclose((logp - old).exp(), torch.ones(len(old)), atol=1e-5)
     assert len(place) == sum(len(r.tokens) for r in rollouts)       # every token is scored exactly once
-    longest = max(len(x) - 1 + len(r.canvas) + b * r.nfe for x, r in zip(p, rollouts))
-    assert packed.tokens.shape[1] == longest                        # P + R + NFE * B, and nothing for finished blocks
+    length = max(len(r.canvas) for r in rollouts)
+    longest = max(len(x) - 1 + length - b + b * r.nfe for x, r in zip(p, rollouts))
+    assert packed.tokens.shape[1] == longest                        # and nothing for blocks that were finished
 
 
 def test_naive_mask_starts_at_the_mean(model, tok):
