@@ -39,7 +39,7 @@ TAUS = (1.0, 0.95, 0.9, 0.8, 0.6, 0.4)
 class EvalSettings(stage.Common):
     only: str = flag("", "ladder, frontier, or sweeps with the frontier (default: all)")
     student: str = flag("", "weights of the frontier and the sweeps (default: the last stage that is there)")
-    block_len: int = flag(32, "block length of the diffusion model")
+    block_len: int = flag(None, "block length of the diffusion models (default: as they were trained)")
     time_users: int = flag(24, "test users decoded one by one for the timing, each in every mode")
     repeats: int = flag(3, "how often the timing is repeated, modes in turn")
     threads: int = flag(0, "CPU threads (0: as torch chooses)")
@@ -87,7 +87,8 @@ def ladder(s, folder, tok, summary, systems):
            ranking.ladder_row("teacher", prompts, [sample.Rollout(o) for o in written], targets, tok, k)]
     for system, name, block_len, tau in systems:
         path = stage.weights(s.out, s.preset, name) or Path(s.out) / f"{name}.pt"
-        model, _ = stage.load_model(path, tok, summary, f"train it: python train_{name}.py --preset {s.preset}", s.device)
+        model, state = stage.load_model(path, tok, summary, "train it again", s.device)
+        block_len = block_len or stage.block_len(state)
         if system == "naive":
             diffusion.convert(model, tok)
         with tqdm(total=len(hits), desc=f"{system} {tau or ''}", leave=False, disable=None) as bar:
@@ -107,6 +108,7 @@ def timed(model, prompts, tok, block_len, tau, max_len):
     """Decode these prompts as one batch: (rollouts, seconds of decoding, seconds of prefill and decoding)."""
     start = time.perf_counter()
     d = sample.Decoder(model, prompts, tok, block_len, tau or 1.0, max_len, record=False)
+    sample.wait_for(model)
     ready = time.perf_counter()
     done = d.run()
     end = time.perf_counter()
@@ -273,19 +275,23 @@ def figures(folder, results):
         if (log := folder / f"{name}.jsonl").exists():
             lines = [json.loads(line) for line in log.read_text().splitlines()]
             for key in ("loss", "valid_r1", "valid_valid", "valid_kl", "reward", "entropy", "valid_tokens_per_nfe"):
-                if len(points := [(x["step"], x[key]) for x in lines if key in x]) > 1:
-                    draw(folder / f"{name}_{key}.svg", f"{name}: {key}", "step", key, {name: points})
+                points = {x["step"]: x[key] for x in lines if key in x}         # a resumed run says some steps twice
+                if len(points) > 1:
+                    draw(folder / f"{name}_{key}.svg", f"{name}: {key}", "step", key, {name: sorted(points.items())})
 
 
 def main(argv=None):
     s = stage.settings(EvalSettings, {}, __doc__, argv)
     if s.only not in ("", "ladder", "frontier", "sweeps"):
         raise stage.UserError(f"--only {s.only}: ladder, frontier or sweeps")
-    sample.check_settings(s.block_len, 1.0)
+    sample.check_settings(1 if s.block_len is None else s.block_len, 1.0)
     if s.threads:
         torch.set_num_threads(s.threads)
     folder, tok, summary = stage.load_data(s)
     students = stage.students(s.out, s.preset)
+    student = s.student or (students[-1] if students else "")
+    if s.student and s.student not in students:
+        raise stage.UserError(f"--student {s.student}: there is no {s.out}/{s.student}.pt; there are {', '.join(students)}")
     if not stage.weights(s.out, s.preset, "ar"):
         raise stage.UserError(f"no weights in {s.out}; train them: python train_ar.py --preset {s.preset}")
     print("weights: " + ", ".join(str(p) for n in stage.NAMES if (p := stage.weights(s.out, s.preset, n))))
@@ -294,18 +300,18 @@ def main(argv=None):
     results |= {"preset": s.preset, "seed": s.seed, "device": s.device, "n_users": summary["test_users_with_hit"]}
     if s.only in ("", "ladder"):
         systems = [(name, name, 1, None) for name in ("ar_sft", "ar") if stage.weights(s.out, s.preset, name)]
-        systems += [("naive", "ar", s.block_len, 0.9)] * bool(students)
+        systems += [("naive", "ar", s.block_len or 32, 0.9)] * bool(students)
         systems += [(name, name, s.block_len, tau) for name in students for tau in (1.0, 0.9)]
         rows = ladder(s, folder, tok, summary, systems)
         print(f"Ladder: {rows[0]['n']:,} test users whose next purchase is among the candidates")
         ranking.show_ladder(rows, summary["hit_test"])
         results["ladder"] = [{key: v for key, v in r.items() if key not in ("hits1", "n", "ndcg3_strict")} for r in rows]
-    student = s.student or (students[-1] if students else "")
     if s.only in ("", "frontier", "sweeps") and not student:
         print(f"\nno frontier: {s.out} has no diffusion weights; train them with python train_cft.py --preset {s.preset}")
     elif s.only != "ladder":
-        ar, model = (stage.load_model(stage.weights(s.out, s.preset, n) or f"{s.out}/{n}.pt", tok, summary,
-                                      f"python train_{n}.py", s.device)[0] for n in ("ar", student))
+        (ar, _), (model, state) = (stage.load_model(stage.weights(s.out, s.preset, n), tok, summary, "train it again",
+                                                    s.device) for n in ("ar", student))
+        s.block_len = s.block_len or stage.block_len(state)
         rows, ar, model = frontier(s, folder, tok, summary, ar, model)
         print(f"\nFrontier of {student}: batch 1, {s.device}, {torch.get_num_threads()} threads; median of {s.repeats} repeats")
         show_frontier(rows)

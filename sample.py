@@ -43,8 +43,10 @@ def choose(logits, temperature, generators):
     """Candidate token for each position. logits (n, B, vocab) -> tokens (n, B), confidence (n, B), log-prob (n, B).
 
     Greedy at temperature 0 (nothing is divided). Otherwise softmax(logits / T) by the Gumbel trick, with float64
-    noise from each row's own generator: float32 uniforms stop at 2^-24 and cut the tail off. Confidence comes from
-    the un-noised probabilities, at the temperature of the draw.
+    noise from each row's own generator: float32 uniforms stop at 2^-24 and cut the tail off. Confidence is the top
+    probability, without noise, at the temperature of the draw: *when* a position is committed then follows from the
+    canvas alone. Were it the probability of the token drawn, a position would wait until it has drawn a likely one,
+    and outputs would not be samples from the distribution that their log-probabilities say.
     """
     logp = (logits / temperature if temperature else logits).log_softmax(-1)
     if temperature:
@@ -53,8 +55,7 @@ def choose(logits, temperature, generators):
         token = (logp.double() + gumbel.to(logp.device)).argmax(-1)
     else:
         token = logp.argmax(-1)
-    logp = logp.gather(-1, token[..., None]).squeeze(-1)
-    return token, logp.exp(), logp
+    return token, logp.amax(-1).exp(), logp.gather(-1, token[..., None]).squeeze(-1)
 
 
 class Decoder:
@@ -75,10 +76,10 @@ class Decoder:
         self.blocks = -(-max_len // block_len)                      # most blocks of an output
         length = self.blocks * block_len
         if min(map(len, prompts)) < 2:
-            raise ValueError("a prompt needs at least two tokens: one to look at and one to continue")
+            raise SettingsError("a prompt needs at least two tokens: one to look at and one to continue")
         prompt, there = diffusion.pad_prompts(prompts, tok.pad)
         if int(there.sum(1).max()) - 1 + length > model.cfg.ctx_len:
-            raise ValueError(f"a prompt of {int(there.sum(1).max())} tokens and {length} of output do not fit ctx_len "
+            raise SettingsError(f"a prompt of {int(there.sum(1).max())} tokens and {length} of output do not fit ctx_len "
                              f"{model.cfg.ctx_len}; fewer history items or a model with a longer context will")
         self.p, self.there, self.padded = prompt.shape[1] - 1, there[:, :-1].to(self.dev), not bool(there.all())
         self.real = self.there.sum(1)                               # (n,) prompt tokens in the cache
@@ -217,13 +218,17 @@ class Decoder:
         return self.out
 
 
+class SettingsError(ValueError):
+    """A block length, threshold, temperature or prompt that cannot be decoded with."""
+
+
 def check_settings(block_len, tau, temperature=0.0):
     if block_len < 1:
-        raise ValueError(f"block length {block_len}: at least 1 (1 is the AR decoder)")
+        raise SettingsError(f"block length {block_len}: at least 1 (1 is the AR decoder)")
     if not 0 < tau <= 1:
-        raise ValueError(f"tau {tau}: a probability, above 0 and up to 1")
+        raise SettingsError(f"tau {tau}: a probability, above 0 and up to 1")
     if temperature < 0:
-        raise ValueError(f"temperature {temperature}: 0 (greedy) or above")
+        raise SettingsError(f"temperature {temperature}: 0 (greedy) or above")
 
 
 def decode(model, prompts, tok, block_len=1, tau=1.0, max_len=128, temperature=0.0, seeds=None, batch=128, bar=None):
@@ -258,11 +263,18 @@ def watcher(tok, stream):
     return show
 
 
+def wait_for(model):
+    """A GPU works on while Python goes on: before reading a clock, wait for it."""
+    if model.embed.weight.is_cuda:
+        torch.cuda.synchronize()
+
+
 def timed(model, prompt, tok, block_len, tau, max_len, temperature, seed):
     """Decode one prompt twice, the first time to warm up: (rollout, seconds of prefill, seconds of decoding)."""
     for _ in range(2):
         start = time.perf_counter()
         d = Decoder(model, [prompt], tok, block_len, tau, max_len, temperature, [seed])
+        wait_for(model)
         ready = time.perf_counter()
         [rollout] = d.run()
     return rollout, ready - start, time.perf_counter() - ready
@@ -279,7 +291,7 @@ def main(argv=None):
     ap.add_argument("--out", default="", help="folder of the run (default out/<preset>)")
     ap.add_argument("--user", type=int, default=0, help="the user's number in users.tsv.gz")
     ap.add_argument("--student", default="", help="weights of the diffusion model (default: the last stage there is)")
-    ap.add_argument("--block-len", type=int, default=32, help="block length of the diffusion model")
+    ap.add_argument("--block-len", type=int, help="block length of the diffusion model (default: as trained)")
     ap.add_argument("--tau", type=float, default=0.9, help="commit threshold of the diffusion model")
     ap.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     ap.add_argument("--seed", type=int, default=0)
@@ -289,7 +301,7 @@ def main(argv=None):
     s = ap.parse_args(argv)
     s.out, s.data = s.out or f"out/{s.preset}", ""
     try:
-        check_settings(s.block_len, s.tau, s.temperature)
+        check_settings(1 if s.block_len is None else s.block_len, s.tau, s.temperature)
         with quiet(s.json):
             folder, tok, summary = stage.load_data(s)
         split = amazon.load(summary["config"]["data"])
@@ -300,11 +312,13 @@ def main(argv=None):
                                   "enough purchases to have a test row")
         models = []
         student = s.student or (stage.students(s.out, s.preset) or ["cft"])[-1]
-        for mode, name, block_len in (("ar", "ar", 1), (student, student, s.block_len)):
+        if s.student and not stage.weights(s.out, s.preset, s.student):
+            raise stage.UserError(f"--student {s.student}: there is no {s.out}/{s.student}.pt")
+        for name in ("ar", student):
             path = stage.weights(s.out, s.preset, name)
             if path:
-                model, _ = stage.load_model(path, tok, summary, f"python train_{name}.py --preset {s.preset}", s.device)
-                models.append((mode, block_len, model))
+                model, state = stage.load_model(path, tok, summary, "train it again", s.device)
+                models.append((name, 1 if name == "ar" else s.block_len or stage.block_len(state), model))
         if not models:
             raise stage.UserError(f"no weights in {s.out}: train them with python train_ar.py --preset {s.preset}")
         r = names.index(str(s.user))
@@ -327,7 +341,7 @@ def main(argv=None):
                 "tok_s": len(out.tokens) / seconds, "tok_s_end_to_end": len(out.tokens) / (seconds + prefill)})
             if not s.json:
                 show_mode(result, result["modes"][-1], s.watch)
-    except ValueError as e:
+    except SettingsError as e:
         raise stage.UserError(str(e))
     if s.json:
         print(json.dumps(result, indent=1))

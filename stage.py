@@ -5,13 +5,14 @@ that a stage reads as its method and nothing else.
 
 Resume is exact: the data order is a function of (seed, step), every other draw comes from a generator keyed by
 (seed, step, row), and the checkpoint holds weights, optimiser, schedule position and settings. Twenty steps equal ten,
-a kill, and ten more, bit for bit on a CPU (tests/test_stage.py).
+a kill, and ten more, bit for bit on a CPU (tests/test_stage.py; for RL see there).
 """
 import argparse
 import importlib
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -24,9 +25,11 @@ from tqdm import tqdm
 
 from data import prepare
 from data.amazon import DataError
+from data.dataset import longest_output
 from data.prepare import flag
 from data.tokenizer import Tokenizer
 from model import ModelConfig, Transformer
+from sample import SettingsError
 
 MODELS = {
     "mini": dict(width=128, layers=4, heads=4, ctx_len=192),
@@ -86,7 +89,7 @@ def settings(cls, presets, doc, argv=None):
     s.device = s.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if s.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("--device cuda: no CUDA device is visible; leave the flag out to train on the CPU")
-    for name in ("steps", "batch", "eval_users", "log_every", "save_every", "eval_every"):
+    for name in ("steps", "batch", "eval_users", "log_every", "save_every", "eval_every", "time_users", "repeats"):
         if getattr(s, name, 1) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(s, name)}: at least 1")
     return s
@@ -96,7 +99,7 @@ def main(run, *args):
     """Run a stage's main: mistakes become one line and exit status 1, Ctrl-C before training 130."""
     try:
         run(*args)
-    except (UserError, DataError) as e:
+    except (UserError, DataError, SettingsError) as e:
         sys.exit(f"{Path(sys.argv[0]).name}: {e}")
     except KeyboardInterrupt:
         sys.exit(130)
@@ -113,11 +116,15 @@ def load_data(s):
     if not (folder / "summary.json").exists():
         print(f"{folder} is missing: preparing it (python -m data.prepare --preset {s.preset})")
         sets, tok, summary = prepare.build(wanted)
-        prepare.save(folder, sets, tok, summary)
+        prepare.save(folder, sets, tok, summary | {"preset": s.preset})
         prepare.show_summary(summary)
     summary = json.loads((folder / "summary.json").read_text())
     if s.data and Path(summary["config"]["data"]).resolve() != Path(s.data).resolve():
         raise UserError(f"{folder} was made from {summary['config']['data']}, not from {s.data}; give another --out")
+    if summary.get("preset", s.preset) != s.preset:
+        raise UserError(f"{folder} was prepared for --preset {summary['preset']}, not {s.preset}; give another --out")
+    if not summary["test_users_with_hit"] or not summary["hit_valid"]:
+        raise UserError(f"{folder}: no validation or test user's next purchase is among the candidates: too little data")
     return folder, Tokenizer.load(json.loads((folder / "tokenizer.json").read_text())), summary
 
 
@@ -151,13 +158,20 @@ def generator(*key):
                                              .generate_state(1, np.uint64)[0] >> 1))
 
 
-def check_fits(cfg, rows, block_len):
-    """Refuse rows that are longer than the model's context, before the first step rather than in the middle."""
+def check_fits(cfg, rows, block_len, k):
+    """Refuse rows that are longer than the model's context, before the first step rather than in the middle. An output
+    about k candidates gets whole blocks, for its own length or for what decoding allows it, whichever is longer."""
     prompt, output = rows.lengths()
-    longest = int(prompt.max()) - 1 + -(-int(output.max()) // block_len) * block_len
+    longest = int(prompt.max()) - 1 + -(-max(int(output.max()), longest_output(k)) // block_len) * block_len
     if longest > cfg.ctx_len:
-        raise UserError(f"prompt and output take {longest} tokens, ctx_len is {cfg.ctx_len}: fewer --title-tokens or "
-                        "--candidates in data.prepare, or a larger ctx_len in stage.MODELS")
+        raise UserError(f"prompt and output take {longest} tokens, ctx_len is {cfg.ctx_len}: a smaller --block-len, fewer "
+                        "--title-tokens or --candidates in data.prepare, or a larger ctx_len in stage.MODELS")
+
+
+def block_len(state):
+    """The block length that a checkpoint was trained at; 32 for AR weights, which are to be converted."""
+    trained = state["settings"].get("block_len", 1)
+    return trained if trained > 1 else 32
 
 
 # === Machine ==========================================================================================================
@@ -226,23 +240,50 @@ def load_model(path, tok, summary, hint, device="cpu"):
     return model.to(device), state
 
 
+def weights(out, preset, name):
+    """Path of a stage's weights, or None: those of the run's folder, or, where the run has none at all, those that come
+    with the clone, if they were trained on the same rows. Never some of each: a student belongs to its teacher."""
+    own = Path(out) / f"{name}.pt"
+    if any((Path(out) / f"{n}.pt").exists() for n in NAMES):
+        return own if own.exists() else None
+    shipped, summary = SHIPPED / preset / f"{name}.pt", Path(out) / "data" / "summary.json"
+    if shipped.exists() and summary.exists():
+        same = load(shipped, "fetch it again")["fingerprint"] == json.loads(summary.read_text())["fingerprint"]
+        return shipped if same else None
+    return None
+
+
+NEEDED = []                                                         # stages that run because a later one needs them
+
+
 def need(s, name):
-    """The weights that a stage starts from; where they are missing, the stage that makes them runs first, saying so."""
-    if weights(s.out, s.preset, name) is None:
-        module = "train_ar" if name == "ar_sft" else f"train_{name}"
+    """See to it that the weights a stage starts from are in its folder: they are there, or come with the clone, or the
+    stage that makes them is run first, or gone on with where it was stopped."""
+    module = "train_ar" if name == "ar_sft" else f"train_{name}"
+    flags = ["--preset", s.preset, "--out", s.out, "--seed", str(s.seed), "--device", s.device]
+    path = weights(s.out, s.preset, name)
+    if path and path.parent != Path(s.out):
+        for source in (path.with_name(f"{n}.pt") for n in NAMES[:NAMES.index(name) + 1]):
+            if source.exists():                                     # with all that it was made from
+                shutil.copyfile(source, Path(s.out) / source.name)
+        print(f"{name}.pt comes with the clone ({path}); copied to {s.out}")
+        return
+    for n in ("ar_sft", "ar") if name == "ar" else (name,):
+        if (file := Path(s.out) / f"{n}.state.pt").exists():
+            state = load(file, "delete it")
+            if state["step"] < state["settings"]["steps"]:
+                print(f"{n} was stopped at step {state['step']}: going on with it")
+                flags, path = flags + ["--resume"], None
+                break
+    if not path:
         if not (Path(__file__).parent / f"{module}.py").exists():
             raise UserError(f"{s.out}/{name}.pt is missing, and no stage makes weights of that name by itself")
-        before = ["--preset", s.preset, "--out", s.out, "--seed", str(s.seed), "--device", s.device]
-        print(f"{s.out}/{name}.pt is missing: training it (python {module}.py {' '.join(before[:2])})")
-        importlib.import_module(module).main(before + (["--data", s.data] if s.data else []))
-
-
-def weights(out, preset, name):
-    """Path of a stage's weights: this run's own, else those that come with the clone, else None."""
-    for path in (Path(out) / f"{name}.pt", SHIPPED / preset / f"{name}.pt"):
-        if path.exists():
-            return path
-    return None
+        print(f"{s.out}/{name}.pt is needed: python {module}.py {' '.join(flags[:2])}")
+        NEEDED.append(name)
+        try:
+            importlib.import_module(module).main(flags + (["--data", s.data] if s.data else []))
+        finally:
+            NEEDED.remove(name)
 
 
 def students(out, preset):
@@ -256,8 +297,9 @@ class Run:
     """The loop around a stage's loss.
 
     name: of the stage: writes <out>/<name>.pt (the product: weights, config, fingerprint) and <out>/<name>.state.pt
-    (to resume). batch_loss(step) -> iterable of (loss_sum, weight): one pair a micro-batch, where the gradient is
-    taken of sum(loss_sum) / sum(weight). validate(model) -> dict with "score": the best is kept.
+    (to resume). batch_loss(step) -> ([(forward, weight)], tokens): one pair a micro-batch, where forward() gives a sum
+    of losses and the gradient is taken of sum(forward()) / sum(weight). validate(model) -> dict with "score": the best
+    is kept.
     """
 
     def __init__(self, name, s, model, tok, summary):
@@ -272,9 +314,10 @@ class Run:
                                      lr=s.lr, betas=(0.9, 0.95), fused=True)
         self.step, self.best, self.best_step, self.seconds, self.stop = 0, -math.inf, -1, 0.0, False
         if s.resume:
-            self.restore()
-        else:
-            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            self.restore()                                          # and with it the dtype
+        self.rate = pick_dtype(s)
+        if not s.resume:
+            self.save_state()                                       # from here on this run counts as unfinished
             self.log_file.write_text("")
 
     def restore(self):
@@ -320,7 +363,7 @@ class Run:
     def train(self, batch_loss, validate, flops):
         """flops(tokens) -> floating-point operations of training on them, for the share of the measured rate."""
         s = self.s
-        rate = pick_dtype(s)
+        rate = self.rate
         body, embedding = self.model.size()
         print(f"{self.name}: {body / 1e6:.2f}M parameters in the layers, {embedding / 1e6:.2f}M in the embedding; "
               f"{s.device}, {s.dtype}, {rate / 1e9:.0f} GFLOP/s in a matrix product; {s.steps} steps of {s.batch} rows")
@@ -369,7 +412,9 @@ class Run:
             self.save_state()
             if not self.product.exists():
                 self.save_product({})
-            again = " ".join(["python", Path(sys.argv[0]).name, *[a for a in sys.argv[1:] if a != "--resume"], "--resume"])
+            # A stage that another one needed is gone on with by itself when that one is run again (see need).
+            again = ["python", Path(sys.argv[0]).name, *sys.argv[1:]] + ["--resume"] * (not NEEDED and not s.resume)
+            again = " ".join(again)
             sys.exit(f"stopped after step {self.step}, saved to {self.state_file}; go on with: {again}")
 
     def check(self, validate):

@@ -78,7 +78,7 @@ def main(argv=None):
     diffusion.convert(model, tok)
     run = stage.Run("cft", s, model, tok, summary)
     lengths = np.add(rows.lengths()[0], 3 * rows.lengths()[1])
-    stage.check_fits(model.cfg, rows, s.block_len)
+    stage.check_fits(model.cfg, rows, s.block_len, k)
 
     # === 2. A step: hide, pack, score ===================================================================
     def micro_batches(chosen, draw):
@@ -92,9 +92,11 @@ def main(argv=None):
             short = max(len(diffusion.pad_to_block(o, tok.eos, s.block_len)) for o in outputs)
             h, w = (x[:, lo:lo + len(prompts), :short] for x in (hidden, weight))
             packed = diffusion.pack(prompts, outputs, tok, s.block_len, h)
-            w = w * h * diffusion.token_weights(outputs, short, tok, s.reasoning, s.answer, s.tail)
-            w = diffusion.limit_to_blocks(w, outputs, s.block_len)
-            parts.append((lambda p=packed, w=w: diffusion.loss_sum(run.model, p, w, tok), float(w.sum())))
+            base = diffusion.token_weights(outputs, short, tok, s.reasoning, s.answer, s.tail)
+            base = diffusion.limit_to_blocks(base, outputs, s.block_len)                  # (n, R)
+            # Divided by the weight of all targets, not of the hidden ones: dividing 1/p-weighted terms by what chance
+            # has hidden would be biased. With complementary views both are the same.
+            parts.append((lambda p=packed, w=w * h * base: diffusion.loss_sum(run.model, p, w, tok), float(base.sum())))
         return parts
 
     def batch_loss(step):

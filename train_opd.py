@@ -38,7 +38,7 @@ class OPDSettings(stage.Settings):
     name: str = flag("opd", "name of the weights that are written, <out>/<name>.pt")
     teacher: str = flag("ar", "name of the AR weights that teach")
     kl: str = flag("forward", f"divergence: one of {', '.join(KINDS)}")
-    block_len: int = flag(32, "block length of the student")
+    block_len: int = flag(None, "block length of the student (default: as it was trained)")
     tau: float = flag(0.9, "threshold of the rollouts and of the decoded validation")
     temperature: float = flag(1.0, "of the rollouts")
     group: int = flag(4, "rollouts of a prompt")
@@ -53,9 +53,14 @@ PRESETS = {
 
 
 def divergence(teacher, student, kind):
-    """teacher, student: (m, vocab) log-probabilities, fp32, -inf where a token is impossible in both -> (m,) nats."""
-    def kl(a, b):                                                   # sum of a (log a - log b); 0 log 0 = 0
-        return torch.where(a > float("-inf"), a.exp() * (a - torch.where(a > float("-inf"), b, 0.0)), 0.0).sum(-1)
+    """teacher, student: (m, vocab) log-probabilities, fp32 -> (m,) nats.
+
+    A log-probability of -inf becomes -1e4, whose exponential is 0 all the same: 0 x 1e4 is 0 in value and gradient,
+    where 0 x inf is NaN."""
+    teacher, student = teacher.clamp(min=-1e4), student.clamp(min=-1e4)
+
+    def kl(a, b):
+        return (a.exp() * (a - b)).sum(-1)                          # sum over tokens of a (log a - log b)
 
     if kind == "forward":
         return kl(teacher, student)
@@ -84,16 +89,18 @@ def distil(student, teacher, prompts, rollouts, tok, s):
 
 def main(argv=None):
     s = stage.settings(OPDSettings, PRESETS, __doc__, argv)
-    sample.check_settings(s.block_len, s.tau, s.temperature)
+    sample.check_settings(1 if s.block_len is None else s.block_len, s.tau, s.temperature)
     if s.kl not in KINDS:
         raise stage.UserError(f"--kl {s.kl}: one of {', '.join(KINDS)}")
     folder, tok, summary = stage.load_data(s)
     k = summary["config"]["candidates"]
     stage.need(s, s.start)
     stage.need(s, s.teacher)
-    model, teacher = (stage.load_model(stage.weights(s.out, s.preset, name), tok, summary, "train it again", s.device)[0]
-                      for name in (s.start, s.teacher))
+    (model, state), (teacher, _) = (stage.load_model(stage.weights(s.out, s.preset, name), tok, summary,
+                                                     "train it again", s.device) for name in (s.start, s.teacher))
     teacher.requires_grad_(False)
+    s.block_len = s.block_len or stage.block_len(state)
+    stage.check_fits(model.cfg, prepare.Rows(folder / "all.npz"), s.block_len, k)
     run = stage.Run(s.name, s, model, tok, summary)
 
     def roll_out(rows, chosen, *key):

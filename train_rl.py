@@ -18,7 +18,7 @@ its replay the plain AR forward, and this same file is the AR teacher's RL, with
 
 The policy chooses tokens; *when* they are committed is treated as given (TraceRL, Wang et al., 2025, does the same).
 Left out: a KL penalty in the loss (the KL to the start is logged instead), a value function, rollouts by older policies
-than the last phase's.
+than the last phase's. A run that is resumed between the steps of one phase draws that phase's rollouts anew.
 """
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,9 +38,10 @@ from stage import flag
 
 @dataclass
 class RLSettings(stage.Settings):
+    UNUSED = ("dtype", "micro", "reasoning", "answer")              # of the flags that other stages have
     name: str = flag("rl", "name of the weights that are written, <out>/<name>.pt")
     start: str = flag("opd", "name of the weights to start from")
-    block_len: int = flag(32, "block length (1: autoregressive)")
+    block_len: int = flag(None, "block length, 1: autoregressive (default: as the start was trained)")
     tau: float = flag(0.9, "threshold of the rollouts and of the decoded validation")
     temperature: float = flag(1.0, "of the rollouts; the ratio is taken at the same one")
     group: int = flag(8, "rollouts of a prompt")
@@ -134,7 +135,7 @@ def describe(b, kept):
 
 def main(argv=None):
     s = stage.settings(RLSettings, PRESETS, __doc__, argv)
-    sample.check_settings(s.block_len, s.tau, s.temperature)
+    sample.check_settings(1 if s.block_len is None else s.block_len, s.tau, s.temperature)
     if s.group < 2 or s.reuse < 1 or s.temperature == 0:
         raise stage.UserError("--group at least 2, --reuse at least 1, --temperature above 0: rollouts must differ")
     folder, tok, summary = stage.load_data(s)
@@ -142,12 +143,14 @@ def main(argv=None):
     k = summary["config"]["candidates"]
     s.dtype = "float32"           # the ratio must be 1 to 1e-5 before the first update; bf16 gives 1e-2
     path = stage.weights(s.out, s.preset, s.start)
-    model, start = (stage.load_model(path, tok, summary, "train it again", s.device)[0] for _ in range(2))
+    (model, found), (start, _) = (stage.load_model(path, tok, summary, "train it again", s.device) for _ in range(2))
     start.requires_grad_(False)
+    s.block_len = s.block_len or stage.block_len(found)
     run = stage.Run(s.name, s, model, tok, summary)
 
     # === 3. A step: its share of the groups, replayed ===================================================
     rows = prepare.Rows(folder / "all.npz")
+    stage.check_fits(model.cfg, rows, s.block_len, k)
     hits = np.flatnonzero(rows.target >= 0)                         # without the target there is nothing to reward
     lengths = np.add(*rows.lengths())[hits]
     state = {"batch": None}
@@ -161,7 +164,8 @@ def main(argv=None):
         b = state["batch"]
         if step - b.version >= s.reuse:
             raise RuntimeError(f"rollouts of step {b.version} at step {step}: too old for --reuse {s.reuse}")
-        mine = range(share * s.batch, (share + 1) * s.batch)
+        size = len(b.prompts) // s.reuse                            # s.batch, or less where there are fewer prompts
+        mine = range(share * size, (share + 1) * size)
         advantage, keep = advantages(b.rewards)
         kept = [i for i in mine if keep[i]]
         if not kept:
@@ -195,9 +199,13 @@ def main(argv=None):
     # === 4. Validate by free decoding, greedily; keep some rollouts as text ==============================
     prompts, targets = evaluate.validation_users(folder, s.eval_users)
 
+    texts = Path(s.out) / f"{s.name}.rollouts.txt"
+    if not s.resume:
+        texts.unlink(missing_ok=True)
+
     def validate(model):
         if state["batch"]:
-            with open(Path(s.out) / f"{s.name}.rollouts.txt", "a") as f:
+            with open(texts, "a") as f:
                 for r, reward in zip(state["batch"].rollouts[0][:2], state["batch"].rewards[0]):
                     f.write(f"step {run.step}, reward {reward:.2f}, {r.nfe} forwards\n{tok.text(r.tokens)}\n\n")
         return evaluate.validate_by_decoding(model, tok, prompts, targets, k, s.block_len, s.tau, run.autocast())

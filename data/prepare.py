@@ -37,16 +37,18 @@ def flag(default, help):
 
 def add_flags(ap, cls, presets, choices={}):
     """One flag for each field of a settings dataclass; its help ends with the default, or with what each preset sets.
-    A flag that is not given is absent from the namespace, so that presets can fill in."""
+    A flag that is not given is absent from the namespace, so that presets can fill in. cls.UNUSED names no flags."""
     def text(value):
         return f"{value:g}" if isinstance(value, float) else str(value)
 
     for f in fields(cls):
+        if f.name in getattr(cls, "UNUSED", ()):
+            continue
         set_by = {name: (p if isinstance(p, dict) else vars(p)).get(f.name, f.default) for name, p in presets.items()}
-        shown = f" (default {text(f.default)})" if f.default not in ("", False) else ""
+        shown = f" (default {text(f.default)})" if f.default not in ("", False, None) else ""
         if len(set(set_by.values())) > 1:
             shown = " (" + ", ".join(f"{name} {text(v)}" for name, v in set_by.items()) + ")"
-        kind = dict(action="store_true") if f.default is False else dict(type=type(f.default))
+        kind = dict(action="store_true") if f.default is False else dict(type=int if f.default is None else type(f.default))
         ap.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, help=f.metadata["help"] + shown,
                         **kind, **choices.get(f.name, {}))
 
@@ -296,7 +298,7 @@ def main(argv=None):
     try:
         check(cfg)
         sets, tok, summary = build(cfg)
-        save(folder, sets, tok, summary)
+        save(folder, sets, tok, summary | {"preset": preset})
     except (DataError, OSError) as e:
         sys.exit(f"data.prepare: {e}")
     show_summary(summary)

@@ -69,7 +69,8 @@ def prepared(split_folder):
 def rows(prepared, tmp_path_factory):
     """The prepared miniature on disk: a run folder whose `data` is complete."""
     out = tmp_path_factory.mktemp("run")
-    prepare.save(out / "data", *prepared)
+    sets, tokenizer, summary = prepared
+    prepare.save(out / "data", sets, tokenizer, summary | {"preset": "mini"})
     return out
 
 

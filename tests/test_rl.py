@@ -128,6 +128,7 @@ def test_distil_equals_a_plain_loop(model, batch, tok, kind):
     assert weight == pytest.approx(total) and loss.item() == pytest.approx(want, rel=1e-3)
     loss.backward()
     assert all(p.grad is None for p in teacher.parameters()) and any(p.grad.any() for p in model.parameters())
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("main,flags,says", [(train_rl.main, ["--group", "1"], "--group"), (train_opd.main, ["--kl", "x"], "--kl x"),

@@ -46,7 +46,7 @@ def plain_blocks(model, prompt, tok, b, tau, blocks):
             nfe += 1
             for j in range(b):
                 if commit[j]:
-                    now[j], fixed[j], lp[j] = int(token[0, j]), True, float(lps[0, j])
+                    now[j], fixed[j], lp[j] = int(token[0, j]), True, lps[0, j].item()
         y, logp = y + now, logp + lp
         if tok.eos in now:
             break
@@ -118,10 +118,34 @@ def test_nfe_counts_forwards_and_each_step_commits(model, prompts, tok):
 
 
 def test_only_the_active_block_changes(model, prompts, tok):
+    """From step to step a committed token stays, a finished block stays, and so do the keys and values of all blocks
+    but the active one and the one before it, whose clean values the next block's first step writes."""
     seen = []
-    Decoder(model, [prompts[2][0]], tok, 4, 0.05, 12).run(watch=lambda d: seen.append((int(d.block[0]), list(d.out[0].canvas))))
-    for (_, a), (_, b) in zip(seen, seen[1:]):
-        assert b[:len(a)] == a
+
+    def watch(d):
+        if not d.alive[0]:                                          # a row that has stopped idles on an open canvas
+            return
+        p = d.p + 4 * (int(d.block[0]) - 1)
+        seen.append((int(d.block[0]), list(d.out[0].canvas), d.tokens[0].clone(), d.open[0].clone(), p, d.cache.k.clone()))
+    Decoder(model, [prompts[2][0]], tok, 4, 0.05, 16).run(watch)
+    steps = 0
+    for (block, canvas, tokens, open_, p, k), (block2, canvas2, tokens2, open2, _, k2) in zip(seen, seen[1:]):
+        assert canvas2[:len(canvas)] == canvas and torch.equal(k[..., :p, :], k2[..., :p, :])
+        if block == block2:
+            steps += 1
+            assert torch.equal(tokens[~open_], tokens2[~open_]) and not (open2 & ~open_).any()
+    assert steps > 3 and block2 > 1
+
+
+def test_when_a_token_is_committed_does_not_depend_on_the_draw(tok):
+    """Two open positions, .6/.4 and .7/.3, at a threshold that neither reaches: the second is committed first, always,
+    and holds its likelier token in 70% of the cases, as the recorded log-probability says."""
+    logits = torch.tensor([[.6, .4], [.7, .3]]).log().expand(4000, 2, 2)
+    token, confidence, logp = sample.choose(logits, 1.0, [torch.Generator().manual_seed(i) for i in range(4000)])
+    now = diffusion.commit(confidence, torch.ones(4000, 2, dtype=torch.bool), 0.9)
+    assert torch.equal(now, torch.tensor([False, True]).expand(4000, 2))
+    assert abs((token[:, 1] == 0).float().mean() - .7) < .02
+    assert torch.allclose(logp[:, 1].exp(), torch.where(token[:, 1] == 0, .7, .3))
 
 
 def test_bad_settings_are_named(model, prompts, tok):

@@ -81,6 +81,29 @@ def test_ctrl_c_saves_and_says_how_to_go_on(train, tmp_path, monkeypatch):
     assert torch.load(tmp_path / "ar_sft.state.pt", weights_only=True)["step"] == 20
 
 
+def test_a_stage_that_was_stopped_is_gone_on_with(train, tmp_path, monkeypatch, capsys):
+    """Its weights may be there already, from a validation: what counts is that it did not come to its end."""
+    monkeypatch.setitem(train_ar.PRESETS, "mini", dict(steps=20, accepted_steps=5, batch=8, eval_every=2, eval_users=4,
+                                                       log_every=5, save_every=10, dtype="float32"))
+    real = stage.batch_rows
+
+    def interrupting(*args):
+        if args[3] == 5:
+            signal.raise_signal(signal.SIGINT)
+        return real(*args)
+    monkeypatch.setattr(stage, "batch_rows", interrupting)
+    with pytest.raises(SystemExit):
+        train_ar.main(["--preset", "mini", "--out", str(tmp_path), "--device", "cpu"])
+    assert (tmp_path / "ar_sft.pt").exists() and not (tmp_path / "ar.pt").exists()
+    monkeypatch.setattr(stage, "batch_rows", real)
+    s = stage.Settings(preset="mini", out=str(tmp_path), device="cpu")
+    stage.need(s, "ar")
+    assert "ar_sft was stopped at step 6: going on with it" in capsys.readouterr().out
+    assert torch.load(tmp_path / "ar_sft.state.pt", weights_only=True)["step"] == 20 and (tmp_path / "ar.pt").exists()
+    stage.need(s, "ar")
+    assert "going on" not in capsys.readouterr().out                # finished: nothing is run
+
+
 def test_a_kill_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "x.pt"
     stage.save(path, {"v": 1})
@@ -171,6 +194,7 @@ def test_generators_are_keyed():
 @pytest.mark.parametrize("args,says", [(["--no-such-flag"], "no-such-flag"), (["--preset", "huge"], "huge"),
                                        (["--preset", "mini", "--steps", "0"], "--steps 0"),
                                        (["--preset", "mini", "--data", "/no/such"], "/no/such"),
+                                       (["--preset", "beauty", "--out", "OUT", "--device", "cpu"], "prepared for --preset mini"),
                                        (["--preset", "mini", "--resume", "--out", "OUT"], "ar_sft.state.pt")])
 def test_mistakes_are_one_line(args, says, rows, tmp_path):
     out = tmp_path / "run"
@@ -188,5 +212,5 @@ def test_rows_longer_than_the_context_are_refused(rows, tok):
     from data import prepare
     data = prepare.Rows(rows / "data" / "all.npz")
     with pytest.raises(stage.UserError, match="ctx_len"):
-        stage.check_fits(ModelConfig(vocab=tok.vocab, ctx_len=64), data, 1)
-    stage.check_fits(ModelConfig(vocab=tok.vocab, ctx_len=400), data, 32)
+        stage.check_fits(ModelConfig(vocab=tok.vocab, ctx_len=64), data, 1, 6)
+    stage.check_fits(ModelConfig(vocab=tok.vocab, ctx_len=400), data, 32, 6)
