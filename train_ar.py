@@ -35,7 +35,7 @@ class ARSettings(stage.Settings):
 
 PRESETS = {
     "mini": dict(steps=700, accepted_steps=60, rl_steps=20, eval_every=350, eval_users=256, warmup=50, lr=2e-3),
-    "small": dict(steps=3600, accepted_steps=400, rl_steps=200, eval_every=450, eval_users=400),
+    "small": dict(steps=3200, accepted_steps=60, rl_steps=100, eval_every=400, eval_users=400),
     "beauty": dict(steps=8000, accepted_steps=800, rl_steps=300, batch=128, lr=6e-4, warmup=300, eval_every=800, eval_users=2000),
 }
 
