@@ -32,6 +32,8 @@ from data.dataset import longest_output
 from model import KVCache, Transformer
 from stage import flag
 
+CURVES = ("loss", "valid_r1", "valid_valid", "valid_kl", "valid_tokens_per_nfe", "reward", "entropy", "kl_to_start", "clipped",
+          "copy_rate_target_first", "copy_rate_target_later", "dropped_groups")         # of the logs, drawn where there
 TAUS = (1.0, 0.95, 0.9, 0.8, 0.6, 0.4)
 
 
@@ -41,6 +43,7 @@ class EvalSettings(stage.Common):
     student: str = flag("", "weights of the frontier and the sweeps (default: the last stage that is there)")
     block_len: int = flag(None, "block length of the diffusion models (default: as they were trained)")
     time_users: int = flag(24, "test users decoded one by one for the timing, each in every mode")
+    dtype: str = flag("auto", "of the ladder: float32, bfloat16 (autocast), or auto, the faster of the two")
     repeats: int = flag(3, "how often the timing is repeated, modes in turn")
     threads: int = flag(0, "CPU threads (0: as torch chooses)")
 
@@ -71,7 +74,7 @@ def validate_by_decoding(model, tok, prompts, targets, k, block_len, tau, autoca
     return {"score": row["ndcg3_strict"]} | {key: float(row[key]) for key in keys}
 
 
-def ladder(s, folder, tok, summary, systems):
+def ladder(s, folder, tok, summary, systems, autocast):
     """Rows for all test users with a hit: random, reverse, floor, teacher (the traces it wrote for them), each of
     `systems` = (row's name, weights' name, block length, tau or None for AR), oracle. Differences are taken against
     the row "ar", user by user."""
@@ -91,7 +94,7 @@ def ladder(s, folder, tok, summary, systems):
         block_len = block_len or stage.block_len(state)
         if system == "naive":
             diffusion.convert(model, tok)
-        with tqdm(total=len(hits), desc=f"{system} {tau or ''}", leave=False, disable=None) as bar:
+        with autocast, tqdm(total=len(hits), desc=f"{system} {tau or ''}", leave=False, disable=None) as bar:
             done = sample.decode(model, prompts, tok, block_len, tau or 1.0, longest_output(k), bar=bar)
         out.append(ranking.ladder_row(system, prompts, done, targets, tok, k, tau))
     [ar] = [r for r in out if r["system"] == "ar"]
@@ -226,6 +229,14 @@ def sweeps(s, folder, tok, summary, ar, student):
 
 # === Tables and figures, from the results alone =======================================================================
 
+def show_stage(s, folder, tok, summary, systems, autocast):
+    """The ladder at the end of a stage that was run for its own sake, not because a later one needed it."""
+    if not stage.NEEDED:
+        rows = ladder(s, folder, tok, summary, systems, autocast)
+        print(f"\nTest: {rows[0]['n']:,} users whose next purchase is among the {summary['config']['candidates']} candidates")
+        ranking.show_ladder(rows, summary["hit_test"])
+
+
 def show_frontier(rows):
     print(f"{'mode':10}{'tau':>6}{'dtype':>10}{'R@1':>8}{'NDCG@3':>8}{'valid':>8}{'NFE':>7}{'tok/NFE':>9}{'tok/s':>8}"
           f"{'end to end':>12}{'speed-up':>10}   (least to most)")
@@ -274,7 +285,7 @@ def figures(folder, results):
     for name in stage.NAMES:
         if (log := folder / f"{name}.jsonl").exists():
             lines = [json.loads(line) for line in log.read_text().splitlines()]
-            for key in ("loss", "valid_r1", "valid_valid", "valid_kl", "reward", "entropy", "valid_tokens_per_nfe"):
+            for key in CURVES:
                 points = {x["step"]: x[key] for x in lines if key in x}         # a resumed run says some steps twice
                 if len(points) > 1:
                     draw(folder / f"{name}_{key}.svg", f"{name}: {key}", "step", key, {name: sorted(points.items())})
@@ -302,8 +313,10 @@ def main(argv=None):
         systems = [(name, name, 1, None) for name in ("ar_sft", "ar") if stage.weights(s.out, s.preset, name)]
         systems += [("naive", "ar", s.block_len or 32, 0.9)] * bool(students)
         systems += [(name, name, s.block_len, tau) for name in students for tau in (1.0, 0.9)]
-        rows = ladder(s, folder, tok, summary, systems)
-        print(f"Ladder: {rows[0]['n']:,} test users whose next purchase is among the candidates")
+        stage.pick_dtype(s)
+        autocast = torch.autocast(s.device.split(":")[0], dtype=torch.bfloat16, enabled=s.dtype == "bfloat16")
+        rows = ladder(s, folder, tok, summary, systems, autocast)
+        print(f"Ladder, {s.dtype}: {rows[0]['n']:,} test users whose next purchase is among the candidates")
         ranking.show_ladder(rows, summary["hit_test"])
         results["ladder"] = [{key: v for key, v in r.items() if key not in ("hits1", "n", "ndcg3_strict")} for r in rows]
     if s.only in ("", "frontier", "sweeps") and not student:

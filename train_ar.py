@@ -19,7 +19,6 @@ import torch
 
 import diffusion
 import evaluate
-import ranking
 import stage
 import train_rl
 from data import prepare
@@ -34,7 +33,7 @@ class ARSettings(stage.Settings):
 
 
 PRESETS = {
-    "mini": dict(steps=700, accepted_steps=60, rl_steps=20, eval_every=350, eval_users=256, warmup=50, lr=2e-3),
+    "mini": dict(steps=450, accepted_steps=20, rl_steps=10, eval_every=215, eval_users=256, warmup=50, lr=2e-3),
     "small": dict(steps=3200, accepted_steps=60, rl_steps=100, eval_every=400, eval_users=400),
     "beauty": dict(steps=8000, accepted_steps=800, rl_steps=300, batch=128, lr=6e-4, warmup=300, eval_every=800, eval_users=2000),
 }
@@ -86,10 +85,8 @@ def main(argv=None):
         shutil.copyfile(run.product, Path(s.out) / "ar.pt")
 
     # === 4. The table: floor, teacher, AR ===============================================================
-    found = evaluate.ladder(s, folder, tok, summary, [("ar_sft", "ar_sft", 1, None)] * bool(s.rl_steps) +
-                            [("ar", "ar", 1, None)])
-    print(f"\nTest: {found[0]['n']} users whose next purchase is among the {k} candidates")
-    ranking.show_ladder(found, summary["hit_test"])
+    evaluate.show_stage(s, folder, tok, summary, [("ar_sft", "ar_sft", 1, None)] * bool(s.rl_steps) +
+                        [("ar", "ar", 1, None)], run.autocast())
 
 
 if __name__ == "__main__":

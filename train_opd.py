@@ -46,7 +46,7 @@ class OPDSettings(stage.Settings):
 
 # `batch` counts prompts; a step has batch x group rollouts.
 PRESETS = {
-    "mini": dict(steps=60, batch=8, micro=16, lr=1e-4, warmup=5, eval_every=30, eval_users=256, log_every=10),
+    "mini": dict(steps=20, batch=8, lr=2e-4, warmup=4, eval_every=10, eval_users=256, log_every=10),
     "small": dict(steps=150, batch=12, micro=16, lr=1e-4, warmup=10, eval_every=50, eval_users=400, log_every=10),
     "beauty": dict(steps=1000, batch=128, micro=64, lr=1e-5, warmup=20, eval_every=100, eval_users=2000, log_every=10),
 }
@@ -148,6 +148,8 @@ def main(argv=None):
     if not s.resume:
         run.check(validate)                                         # the curve begins where CFT ended
     run.train(batch_loss, validate, lambda tokens: 6 * body * tokens)
+    evaluate.show_stage(s, folder, tok, summary, [("ar", "ar", 1, None)] + [
+        (name, name, s.block_len, s.tau) for name in (s.start, s.name)], run.autocast())
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class RLSettings(stage.Settings):
 
 # `batch` counts prompts of an optimiser step; a batch of rollouts has reuse x batch x group rows.
 PRESETS = {
-    "mini": dict(steps=40, batch=8, lr=1e-4, warmup=4, eval_every=20, eval_users=256, log_every=10),
+    "mini": dict(steps=20, batch=8, lr=1e-4, warmup=4, eval_every=10, eval_users=256, log_every=10),
     "small": dict(steps=200, batch=8, lr=5e-5, warmup=10, eval_every=50, eval_users=400, log_every=10),
     "beauty": dict(steps=600, batch=32, lr=5e-6, warmup=10, eval_every=50, eval_users=2000, log_every=10),
 }
@@ -214,6 +214,9 @@ def main(argv=None):
     if not s.resume:
         run.check(validate)                                         # the start competes: harm done by RL is not kept
     run.train(batch_loss, validate, lambda tokens: 6 * body * tokens)
+    if s.block_len > 1:                                             # train_ar.py shows its own
+        evaluate.show_stage(s, folder, tok, summary, [("ar", "ar", 1, None)] + [
+            (name, name, s.block_len, s.tau) for name in (s.start, s.name)], run.autocast())
 
 
 if __name__ == "__main__":
