@@ -31,6 +31,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from model import Recorded
+
 SCHEDULES = ("complementary", "linear", "cosine")
 
 
@@ -114,14 +116,14 @@ class Packed:
     tokens, positions (n, T); mask (T, T) or (n, 1, T, T). With views the clean part lacks the last block, which no later
     block is there to read: T = P' + (R - B) + K R, where P' = padded prompts without their last token (which is u_0).
     target (n, R): y. start: first position whose hidden states are scored (P' for AR, P' + R - B for views).
-    order: None, or (n, T') the places that were kept of a longer row (replay); hidden states go back to them.
+    there (n, T): False for pads.
     """
     tokens: torch.Tensor
     positions: torch.Tensor
     mask: torch.Tensor
     target: torch.Tensor
     start: int
-    order: torch.Tensor = None
+    there: torch.Tensor
 
 
 def pad_prompts(prompts, pad_id):
@@ -133,9 +135,8 @@ def pad_prompts(prompts, pad_id):
     return tokens, there
 
 
-def pack(prompts, outputs, tok, block_len, hidden=None, used=None):
+def pack(prompts, outputs, tok, block_len, hidden=None):
     """prompts, outputs: lists of token lists; hidden (views, n, R) or None for AR (no view: the clean part is scored).
-    used (views, n, R): the parts of the views that are needed, None for all; the others cost nothing.
 
     R is the longest output in whole blocks; outputs are filled with <eos> (their weight decides what counts).
     """
@@ -153,20 +154,14 @@ def pack(prompts, outputs, tok, block_len, hidden=None, used=None):
     block = torch.arange(length) // block_len
     blocks = torch.cat((torch.arange(p) - p, block[:clean], block.repeat(k)))             # (T,)
     segments = torch.cat((torch.zeros(p + clean), (1 + torch.arange(k)).repeat_interleave(length))).long()
-    valid = torch.cat((there, torch.ones(n, clean + length * k, dtype=torch.bool)), dim=1)          # (n, T)
-    tokens = torch.cat([prompt, u[:, :clean], *views], dim=1)
-    positions = torch.cat([place, out_place[:, :clean], out_place.repeat(1, k)], dim=1)
-    order = None
-    if used is not None:
-        valid[:, p + clean:] = used.transpose(0, 1).flatten(1)
-        order = torch.argsort(~valid, dim=1, stable=True)[:, :int(valid.sum(1).max())]    # (n, T') what is kept first
-        tokens, positions, valid = (x.gather(1, order) for x in (tokens, positions, valid))
-        segments, blocks = segments[order], blocks[order]                                 # (n, T')
-    mask = may_look(segments, blocks, segments, blocks)                                   # (T, T) or (n, T', T')
-    if not valid.all():                                                                   # pads: seen only by themselves
-        mask = mask & valid[:, None, :] | torch.eye(tokens.shape[1], dtype=torch.bool)
-    return Packed(tokens=tokens, positions=positions, mask=mask[:, None] if mask.dim() == 3 else mask,
-                  target=target, start=p + (clean if k else 0), order=order)
+    there = torch.cat((there, torch.ones(n, clean + length * k, dtype=torch.bool)), dim=1)          # (n, T)
+    mask = may_look(segments, blocks, segments, blocks)                                   # (T, T)
+    if not there.all():                                                                   # pads: seen only by themselves
+        mask = mask & there[:, None, :] | torch.eye(len(blocks), dtype=torch.bool)
+        mask = mask[:, None]                                                              # (n, 1, T, T)
+    return Packed(tokens=torch.cat([prompt, u[:, :clean], *views], dim=1),
+                  positions=torch.cat([place, out_place[:, :clean], out_place.repeat(1, k)], dim=1), mask=mask,
+                  target=target, start=p + (clean if k else 0), there=there)
 
 
 def token_weights(outputs, length, tok, reasoning, answer, tail):
@@ -203,9 +198,6 @@ def score(model, packed, supervised, tok):
     device = model.embed.weight.device
     hidden = model(packed.tokens.to(device), packed.positions.to(device), packed.mask.to(device))
     views, n, length = supervised.shape
-    if packed.order is not None:                                                          # (n, T', width) -> (n, T, width)
-        whole = hidden.new_zeros(n, packed.start + views * length, hidden.shape[-1])
-        hidden = whole.scatter(1, packed.order.to(device)[..., None].expand_as(hidden), hidden)
     hidden = hidden[:, packed.start:].view(n, views, length, -1).transpose(0, 1)          # (views, n, R, width)
     chosen = supervised.to(device)
     target = packed.target.to(device).expand(views, n, length)[chosen]
@@ -231,20 +223,40 @@ def commit(confidence, open_, tau):
     return open_ & ((confidence >= tau) | torch.zeros_like(open_).scatter_(1, best, True))
 
 
-def replay(prompts, rollouts, tok, block_len):
-    """Trajectories (sample.Rollout: tokens, canvas, step) -> (Packed, committed (K, n, R)): one forward recomputes them.
+def replay(model, prompts, rollouts, tok, block_len):
+    """Trajectories (sample.Rollout: tokens, canvas, step), scored again: for each token up to and including the first
+    <eos> (what follows it gets no reward, no KL and no gradient) the logits on the canvas on which it was committed.
 
-    View k is every block's canvas as it stood at step k of that block, and committed[k] says what was fixed there, up
-    to and including the first <eos>: what follows it gets no reward, no KL and no gradient.
-    Blocks that were finished before step k are left out of view k, so a row costs about P + R + NFE * B tokens, where
-    one forward a step would cost NFE * (P + R). Exact: attention, positions and shift are those of decoding.
+    Returns logits (m, vocab), target (m,), row (m,), place in the output (m,). Exact: a forward over [prompt | finished
+    blocks], then one over all canvases, which are rows of their own against its keys. So a row costs P + R + NFE * B
+    tokens, where one forward a step would cost NFE * (P + R), and gradients reach both.
     """
-    outputs = [r.canvas for r in rollouts]
-    length = max(map(len, outputs))
+    device, outputs = model.embed.weight.device, [r.canvas for r in rollouts]
+    text = pack(prompts, outputs, tok, block_len)
+    p, (n, length) = text.start, text.target.shape
     step = torch.tensor([r.step + [-1] * (length - len(r.step)) for r in rollouts])       # (n, R), -1: no such block
-    k = torch.arange(int(step.max()) + 1)[:, None, None]
-    committed = step == k                                                                 # (K, n, R)
-    used = committed.unflatten(-1, (-1, block_len)).any(-1).repeat_interleave(block_len, -1)
-    ends = torch.tensor([len(r.tokens) for r in rollouts])[:, None]                       # (n, 1)
-    return (pack(prompts, outputs, tok, block_len, hidden=step >= k, used=used),
-            committed & (torch.arange(length) < ends))
+    ends = torch.tensor([len(r.tokens) for r in rollouts])
+    if block_len == 1:                                              # a canvas of one token is the text itself
+        scored = torch.arange(length) < ends[:, None]
+        logits, target = score(model, text, scored[None], tok)
+        return logits, target, *scored.nonzero().T.to(device)
+    # One row of the second forward for each step k of each block: m canvases.
+    step, inputs, target, places = (x.view(n, -1, block_len) for x in (                   # each (n, blocks, B)
+        step, text.tokens[:, p:], text.target, text.positions[:, p:]))
+    k = torch.arange(int(step.max()) + 1)
+    row, block, k = (k <= step.amax(-1, keepdim=True)).nonzero().T                        # (m,) each
+    step, inputs, target, places = (x[row, block] for x in (step, inputs, target, places))          # (m, B)
+    place = block[:, None] * block_len + torch.arange(block_len)                          # (m, B) in the output
+    scored = (step == k[:, None]) & (place < ends[row, None])
+    keys = p + length - block_len                                   # nobody reads the last block
+    key_block = torch.cat((torch.arange(p) - p, torch.arange(keys - p) // block_len))
+    finished = (key_block < block[:, None]) & text.there[row, :keys]                      # (m, keys)
+    mask = torch.cat((finished, torch.ones_like(scored)), 1)[:, None, None]               # (m, 1, 1, keys + B)
+    cache = Recorded()
+    model(text.tokens[:, :keys].to(device), text.positions[:, :keys].to(device), text.mask[..., :keys, :keys].to(device),
+          cache)
+    cache.rows = row.to(device)
+    hidden = model(canvas(inputs, step >= k[:, None], tok.mask, block_len).to(device), places.to(device),
+                   mask.to(device), cache)
+    return (output_logits(model, hidden[scored.to(device)], tok), target[scored].to(device),
+            row[:, None].expand_as(place)[scored].to(device), place[scored].to(device))

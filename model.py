@@ -8,7 +8,7 @@ where a token stands. The caller hands over `positions` and a boolean `mask`. So
     AR training         positions 0..T-1, lower-triangular mask
     packed diffusion    several noisy copies of a text at the *same* positions, block-causal mask
     prefill, decoding   a cache, and no mask at all where every key is visible
-    replay              recorded canvases, masked just as they were while decoding
+    replay              recorded canvases, all at once, against the keys of the finished text
 
 and "training mode" never picks an attention pattern. Left out against larger models: grouped-query attention (a cache
 of 2 MB needs no shrinking), dropout (log-probabilities must be reproducible for the policy ratio of train_rl.py).
@@ -62,6 +62,24 @@ class KVCache:
     def keep(self, rows):
         """Drop the finished rows of a batch: `rows` are the indices that stay."""
         self.k, self.v = self.k[:, rows], self.v[:, rows]
+
+
+class Recorded:
+    """Keys and values of one forward, with their gradients (a KVCache has none), for rows that continue its rows.
+
+    The first forward that is given it records. Then `rows` (m,) says which of those rows each row of the next forward
+    continues: it reads their keys before its own.
+    """
+
+    def __init__(self):
+        self.k, self.v, self.rows = [], [], None
+
+    def update(self, layer, k, v):
+        if self.rows is None:
+            self.k.append(k)
+            self.v.append(v)
+            return k, v
+        return torch.cat((self.k[layer][self.rows], k), 2), torch.cat((self.v[layer][self.rows], v), 2)
 
 
 class Attention(nn.Module):

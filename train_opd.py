@@ -72,18 +72,15 @@ def divergence(teacher, student, kind):
 
 def distil(student, teacher, prompts, rollouts, tok, s):
     """(sum of w D, sum of w) over the committed tokens of some rollouts. No gradient reaches the teacher."""
-    packed, committed = diffusion.replay(prompts, rollouts, tok, s.block_len)
-    q, _ = diffusion.score(student, packed, committed, tok)                              # (m, vocab)
-    canvases = [r.canvas for r in rollouts]
+    q, _, row, place = diffusion.replay(student, prompts, rollouts, tok, s.block_len)    # (m, vocab), (m,), (m,)
     with torch.no_grad():
-        causal = diffusion.pack(prompts, canvases, tok, block_len=1)
-        there = committed.any(0, keepdim=True)                                           # (1, n, R)
-        p, _ = diffusion.score(teacher, causal, there, tok)                              # one row a token, by (row, i)
-        _, row, place = committed.nonzero().T
-        at = there[0].flatten().cumsum(0).view(there.shape[1:])[row, place] - 1          # where (row, i) stands in p
-    w = diffusion.token_weights([r.tokens for r in rollouts], packed.target.shape[1], tok, s.reasoning, s.answer, 0.0)
-    w = w[row, place].to(q.device)
-    d = divergence(p[at.to(p.device)].log_softmax(-1), q.log_softmax(-1), s.kl)
+        causal = diffusion.pack(prompts, [r.tokens for r in rollouts], tok, block_len=1)
+        there = torch.arange(causal.target.shape[1]) < torch.tensor([len(r.tokens) for r in rollouts])[:, None]
+        p, _ = diffusion.score(teacher, causal, there[None], tok)                        # one line a token, by (row, i)
+        at = there.flatten().cumsum(0).view(there.shape).to(row.device)[row, place] - 1  # the line of (row, i)
+    w = diffusion.token_weights([r.tokens for r in rollouts], there.shape[1], tok, s.reasoning, s.answer, 0.0)
+    w = w.to(q.device)[row, place]
+    d = divergence(p[at].log_softmax(-1), q.log_softmax(-1), s.kl)
     return (w * d).sum(), float(w.sum())
 
 

@@ -77,12 +77,10 @@ def replayed(model, prompts, rollouts, tok, s):
     """Log-probabilities of all committed tokens under `model`, on the canvases on which they were committed.
 
     Returns logp (m, vocab) at the rollouts' temperature, chosen (m,), row (m,) and the recorded log-probability (m,)."""
-    packed, committed = diffusion.replay(prompts, rollouts, tok, s.block_len)
-    logits, target = diffusion.score(model, packed, committed, tok)
-    _, row, place = committed.nonzero().T
+    logits, target, row, place = diffusion.replay(model, prompts, rollouts, tok, s.block_len)
     old = torch.tensor([rollouts[r].logprob[i] for r, i in zip(row.tolist(), place.tolist())])
     logp = (logits / s.temperature).log_softmax(-1)
-    return logp, logp.gather(1, target[:, None])[:, 0], row.to(logp.device), old.to(logp.device)
+    return logp, logp.gather(1, target[:, None])[:, 0], row, old.to(logp.device)
 
 
 # === 2. Rollouts ======================================================================================================

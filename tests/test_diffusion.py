@@ -180,17 +180,20 @@ def test_replay_recomputes_the_recorded_log_probabilities(model, prompts, tok, b
     """One packed forward over all recorded canvases = the log-probabilities while decoding; so the first ratio is 1."""
     p = [x for x, _ in prompts[::3]]
     rollouts = sample.decode(model, p, tok, b, tau, 16, temperature, seeds=list(range(len(p))))
-    packed, committed = diffusion.replay(p, rollouts, tok, b)
+    tokens, inner = [], model.forward
+    model.forward = lambda x, *rest, **kw: tokens.append(x.numel()) or inner(x, *rest, **kw)
     with torch.no_grad():
-        logits, target = diffusion.score(model, packed, committed, tok)
+        logits, target, row, place = diffusion.replay(model, p, rollouts, tok, b)
+    model.forward = inner
     logp = (logits / temperature if temperature else logits).log_softmax(-1).gather(1, target[:, None])[:, 0]
-    _, row, place = committed.nonzero().T
+    assert torch.equal(target, torch.tensor([rollouts[r].tokens[i] for r, i in zip(row, place)]))
     old = torch.tensor([rollouts[r].logprob[i] for r, i in zip(row, place)])
     assert torch.allclose(logp, old, atol=1e-5) and torch.allclose((logp - old).exp(), torch.ones(len(old)), atol=1e-5)
     assert len(place) == sum(len(r.tokens) for r in rollouts)       # every token is scored exactly once
-    length = max(len(r.canvas) for r in rollouts)
-    longest = max(len(x) - 1 + length - b + b * r.nfe for x, r in zip(p, rollouts))
-    assert packed.tokens.shape[1] == longest                        # and nothing for blocks that were finished
+    assert len({(int(r), int(i)) for r, i in zip(row, place)}) == len(place)
+    if b > 1:                                                       # the text once, then each canvas once
+        length, longest = max(len(r.canvas) for r in rollouts), max(map(len, p))
+        assert tokens == [len(p) * (longest - 1 + length - b), b * sum(r.nfe for r in rollouts)]
 
 
 def test_naive_mask_starts_at_the_mean(model, tok):
