@@ -35,6 +35,8 @@ from stage import flag
 CURVES = ("loss", "valid_r1", "valid_valid", "valid_kl", "valid_tokens_per_nfe", "reward", "entropy", "kl_to_start", "clipped",
           "copy_rate_target_first", "copy_rate_target_later", "dropped_groups")         # of the logs, drawn where there
 TAUS = (1.0, 0.95, 0.9, 0.8, 0.6, 0.4)
+SIZES = {"output_len": (3, 5, 7, 10), "prompt_len": (128, 256, 512, 1024, 2048), "batch": (1, 4, 16, 64),
+         "block_len": (4, 8, 16, 32, 64)}                           # what the sweeps go through
 
 
 @dataclass
@@ -203,21 +205,21 @@ def sweeps(s, folder, tok, summary, ar, student):
     """
     k = summary["config"]["candidates"]
     prompts, targets = users_with_hit(folder, "test")
-    few, out = prompts[:s.time_users], {"output_len": [], "prompt_len": [], "batch": [], "block_len": []}
-    for n in sorted({min(n, k) for n in (3, 5, 7, 10)}):
+    few, out = prompts[:s.time_users], {name: [] for name in SIZES}
+    for n in sorted({min(n, k) for n in SIZES["output_len"]}):
         base, row = race([(ar, 1, None), (student, s.block_len, 0.9)], [[fewer(p, tok, n)] for p in few], tok,
                          longest_output(n), s.repeats)
         out["output_len"].append({"candidates": n, "tokens": base["nfe"]} | row)
     tokens_per_nfe = row["tokens_per_nfe"]                          # of the longest outputs
-    for cached in (128, 256, 512, 1024, 2048):
+    for cached in SIZES["prompt_len"]:
         one, block = forward_cost(ar, 1, cached), forward_cost(student, s.block_len, cached)
         out["prompt_len"].append({"cached": cached, "ms_one": one, "ms_block": block, "cost": block / one,
                                   "speedup": tokens_per_nfe * one / block})
-    for size in (1, 4, 16, 64):
+    for size in SIZES["batch"]:
         batches = [prompts[i:i + size] for i in range(0, min(max(size, s.time_users), len(prompts)), size)]
         base, row = race([(ar, 1, None), (student, s.block_len, 0.9)], batches, tok, longest_output(k), s.repeats)
         out["batch"].append({"batch": size, "tok_s_ar": base["tok_s"]} | row)
-    for b in (4, 8, 16, 32, 64):
+    for b in SIZES["block_len"]:
         if max(map(len, prompts)) - 1 + -(-longest_output(k) // b) * b > student.cfg.ctx_len:
             continue
         _, row = race([(ar, 1, None), (student, b, 0.9)], [[p] for p in few], tok, longest_output(k), s.repeats)

@@ -78,7 +78,9 @@ def test_cft_resumes_bit_for_bit(trained, rows, tmp_path, monkeypatch):
     assert again["step"] == 3 and all(torch.equal(v, again["model"][k]) for k, v in whole["model"].items())
 
 
-def test_results_file(trained, capsys):
+def test_results_file(trained, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate, "TAUS", (1.0, 0.4))
+    monkeypatch.setattr(evaluate, "SIZES", {"output_len": (3, 10), "prompt_len": (16, 32), "batch": (1, 2), "block_len": (4, 999)})
     evaluate.main(["--preset", "mini", "--out", str(trained), "--device", "cpu", "--block-len", "8", "--time-users", "2",
                    "--repeats", "1"])
     results = json.loads((trained / "results.json").read_text())
@@ -91,11 +93,11 @@ def test_results_file(trained, capsys):
         assert key in systems["cft"], key
     assert results["frontier"][0]["mode"] == "ar" and results["frontier"][0]["speedup"] == 1.0
     assert [row["tau"] for row in results["frontier"][1:]] == list(evaluate.TAUS)
-    assert {name: len(rows) for name, rows in results["sweeps"].items()} == {"output_len": 3, "prompt_len": 5, "batch": 4,
-                                                                             "block_len": 5}
+    assert {name: len(rows) for name, rows in results["sweeps"].items()} == {"output_len": 2, "prompt_len": 2, "batch": 2,
+                                                                             "block_len": 1}     # 999: too long
     assert all(row["speedup"] > 0 for rows in results["sweeps"].values() for row in rows)
     lengths = [row["tokens"] for row in results["sweeps"]["output_len"]]
-    assert results["student"] == "rl" and len(lengths) == 3
+    assert results["student"] == "rl" and len(lengths) == 2
     assert "oracle" in capsys.readouterr().out
     for name in ("frontier", "sweep_batch", "rl_valid_r1", "opd_valid_kl"):
         assert (trained / f"{name}.svg").read_text().startswith("<svg")
