@@ -1,8 +1,8 @@
 """The conversion: an autoregressive (AR) model read as a block-diffusion one, on the same weights.
 
 Paper: "The conversion"; block diffusion: Arriola et al., 2025 (BD3-LM). Everything that is *about* the conversion has
-its one home here: the token shift, canvases, who may look at whom, masking schedules, packing, the commit rule, the
-loss and replay. Training, sampling and RL all call these.
+its one home here: the token shift, canvases, who may look at whom, masking schedules, text and canvases, the commit rule,
+the loss and replay. Training, sampling and RL all call these.
 
 The shift. An AR model predicts token i at position i - 1. Take its own inputs and targets for a prompt p and output x:
 
@@ -17,11 +17,18 @@ inputs. With B = 1 nothing is ever masked and every line below is plain AR.
     targets  y:   x0      x1   x2   x3  |  x4   x5   x6   x7
     hide x1, x3:  p_last  x0  <m>   x2  |                            (x3 opens the next block: nothing to mask here)
 
-Who may look at whom. Give every position a segment (0 = clean text; 1, 2, ... = noisy views) and a block number;
-prompt tokens are blocks of their own, numbered below 0. Then one rule serves causal prompts, AR, block diffusion,
-packed training, cached decoding and replay:
+Who may look at whom. Give every position a block number; prompt tokens are blocks of their own, numbered below 0. Then
+one rule serves causal prompts, AR, block diffusion, training, cached decoding and replay:
 
-    q may look at k   <=>   k is clean and in an earlier block, or k is in q's own segment and block.
+    q may look at k   <=>   k's block is not later than q's.
+
+Text and canvases. Training and replay score many canvases (partly hidden copies of a block) of one text. BD3-LM packs
+text and noisy copies into one long row; here the text goes through the model once and its keys and values are kept,
+then every canvas is a row of its own that reads those of the earlier blocks, just as while decoding. The same numbers,
+and attention does not pay for pairs of canvases that may not see each other:
+
+    forward 1    prompt | x_0 ... (clean)                                     n rows of P + R - B tokens
+    forward 2    canvas of block j of row r, after the blocks < j of row r    m rows of B tokens
 
 Left out: a time embedding (the masks themselves say how noisy a canvas is), the 1/t weight where complementary views
 make it unnecessary (each target is hidden exactly once), and a bidirectional prompt (the AR cache stays valid).
@@ -63,11 +70,9 @@ def canvas(inputs, hidden, mask_id, block_len):
     return torch.where(before & ~opens, mask_id, inputs)
 
 
-def may_look(q_segment, q_block, k_segment, k_block):
-    """The rule above. (..., q) and (..., k) integers -> (..., q, k) booleans."""
-    qs, qb = q_segment[..., :, None], q_block[..., :, None]
-    ks, kb = k_segment[..., None, :], k_block[..., None, :]
-    return ((ks == 0) & (kb < qb)) | ((ks == qs) & (kb == qb))
+def may_look(q_block, k_block):
+    """The rule above. (..., q) and (..., k) block numbers -> (..., q, k) booleans."""
+    return k_block[..., None, :] <= q_block[..., :, None]
 
 
 # === 2. Masking schedules =============================================================================================
@@ -107,23 +112,30 @@ def draw_hidden(n, length, block_len, generator, schedule="complementary", full=
     return (hidden | least)[None], (1 / (t + (1 - t) ** size / size))[None]
 
 
-# === 3. Packing =======================================================================================================
+# === 3. Text and canvases =============================================================================================
 
 @dataclass
-class Packed:
-    """Rows ready for one forward: [prompt | clean | view 1 | ... | view K], left-padded so that outputs line up.
+class Text:
+    """Prompts and outputs, clean, ready for one forward: [prompt | output inputs u], left-padded so outputs line up.
 
-    tokens, positions (n, T); mask (T, T) or (n, 1, T, T). With views the clean part lacks the last block, which no later
-    block is there to read: T = P' + (R - B) + K R, where P' = padded prompts without their last token (which is u_0).
-    target (n, R): y. start: first position whose hidden states are scored (P' for AR, P' + R - B for views).
-    there (n, T): False for pads.
+    tokens, positions, there (n, T): there is False for pads; T = P' + R, with P' = padded prompt length without the last
+    prompt token, which is u_0. block (T,): block numbers. mask (T, T) or (n, 1, T, T). target (n, R): y. start: P'.
     """
     tokens: torch.Tensor
     positions: torch.Tensor
+    there: torch.Tensor
+    block: torch.Tensor
     mask: torch.Tensor
     target: torch.Tensor
     start: int
-    there: torch.Tensor
+    block_len: int
+
+    def to(self, device):
+        return Text(*(x.to(device) if torch.is_tensor(x) else x for x in vars(self).values()))
+
+    def blocks(self, x):
+        """(n, T) -> (n, blocks, B): the output's part, in blocks."""
+        return x[:, self.start:].unflatten(1, (-1, self.block_len))
 
 
 def pad_prompts(prompts, pad_id):
@@ -135,33 +147,36 @@ def pad_prompts(prompts, pad_id):
     return tokens, there
 
 
-def pack(prompts, outputs, tok, block_len, hidden=None):
-    """prompts, outputs: lists of token lists; hidden (views, n, R) or None for AR (no view: the clean part is scored).
-
-    R is the longest output in whole blocks; outputs are filled with <eos> (their weight decides what counts).
-    """
+def pack(prompts, outputs, tok, block_len):
+    """prompts, outputs: lists of token lists -> Text. R is the longest output in whole blocks; outputs are filled with
+    <eos> (their weight decides what counts)."""
     length = max(len(pad_to_block(o, tok.eos, block_len)) for o in outputs)
     prompt, there = pad_prompts(prompts, tok.pad)
     target = torch.tensor([o + [tok.eos] * (length - len(o)) for o in outputs])           # (n, R)
     u = shift(prompt[:, -1], target)                                                      # (n, R)
     prompt, there = prompt[:, :-1], there[:, :-1]                                         # u_0 is the last prompt token
     n, p = prompt.shape
-    views = [] if hidden is None else [canvas(u, h, tok.mask, block_len) for h in hidden]
-    k, clean = len(views), length - block_len if views else length
-    start_at = there.sum(1, keepdim=True)                                                 # (n, 1) real prompt length
-    place = (torch.arange(p) - p + start_at).clamp(min=0)                                 # (n, P') pads sit at 0
-    out_place = start_at + torch.arange(length)                                           # (n, R)
-    block = torch.arange(length) // block_len
-    blocks = torch.cat((torch.arange(p) - p, block[:clean], block.repeat(k)))             # (T,)
-    segments = torch.cat((torch.zeros(p + clean), (1 + torch.arange(k)).repeat_interleave(length))).long()
-    there = torch.cat((there, torch.ones(n, clean + length * k, dtype=torch.bool)), dim=1)          # (n, T)
-    mask = may_look(segments, blocks, segments, blocks)                                   # (T, T)
+    real = there.sum(1, keepdim=True)                                                     # (n, 1) prompt tokens
+    place = (torch.arange(p) - p + real).clamp(min=0)                                     # (n, P') pads sit at 0
+    block = torch.cat((torch.arange(p) - p, torch.arange(length) // block_len))           # (T,)
+    there = torch.cat((there, torch.ones(n, length, dtype=torch.bool)), dim=1)            # (n, T)
+    mask = may_look(block, block)                                                         # (T, T)
     if not there.all():                                                                   # pads: seen only by themselves
-        mask = mask & there[:, None, :] | torch.eye(len(blocks), dtype=torch.bool)
-        mask = mask[:, None]                                                              # (n, 1, T, T)
-    return Packed(tokens=torch.cat([prompt, u[:, :clean], *views], dim=1),
-                  positions=torch.cat([place, out_place[:, :clean], out_place.repeat(1, k)], dim=1), mask=mask,
-                  target=target, start=p + (clean if k else 0), there=there)
+        mask = (mask & there[:, None, :] | torch.eye(p + length, dtype=torch.bool))[:, None]        # (n, 1, T, T)
+    return Text(tokens=torch.cat((prompt, u), dim=1), positions=torch.cat((place, real + torch.arange(length)), dim=1),
+                there=there, block=block, mask=mask, target=target, start=p, block_len=block_len)
+
+
+def canvas_states(model, text, row, block, hidden, tok):
+    """Hidden states (m, B, width) of m canvases: block[i] of row[i], with its hidden targets (m, B) masked."""
+    keys = text.tokens.shape[1] - text.block_len                    # nobody reads the last block
+    cache = Recorded()
+    model(text.tokens[:, :keys], text.positions[:, :keys], text.mask[..., :keys, :keys], cache)
+    cache.rows = row
+    earlier = (text.block[:keys] < block[:, None]) & text.there[row, :keys]               # (m, keys)
+    mask = torch.cat((earlier, torch.ones_like(hidden)), 1)[:, None, None]                # (m, 1, 1, keys + B)
+    inputs = canvas(text.blocks(text.tokens)[row, block], hidden, tok.mask, text.block_len)
+    return model(inputs, text.blocks(text.positions)[row, block], mask, cache)
 
 
 def token_weights(outputs, length, tok, reasoning, answer, tail):
@@ -191,27 +206,36 @@ def output_logits(model, hidden, tok):
     return logits
 
 
-def score(model, packed, supervised, tok):
-    """Hidden states -> logits at the supervised targets only. supervised (views, n, R) booleans, views = 1 for AR.
-
-    Returns (logits (m, vocab), target (m,)), in the order of supervised.nonzero()."""
+def score(model, text, supervised, tok):
+    """A text's own hidden states -> logits (m, vocab) and targets (m,) at the supervised (n, R) positions, in the order
+    of supervised.nonzero(). At block length 1 this is AR."""
     device = model.embed.weight.device
-    hidden = model(packed.tokens.to(device), packed.positions.to(device), packed.mask.to(device))
-    views, n, length = supervised.shape
-    hidden = hidden[:, packed.start:].view(n, views, length, -1).transpose(0, 1)          # (views, n, R, width)
-    chosen = supervised.to(device)
-    target = packed.target.to(device).expand(views, n, length)[chosen]
-    return output_logits(model, hidden[chosen], tok), target
+    text, supervised = text.to(device), supervised.to(device)
+    hidden = model(text.tokens, text.positions, text.mask)[:, text.start:]                # (n, R, width)
+    return output_logits(model, hidden[supervised], tok), text.target[supervised]
 
 
-def loss_sum(model, packed, weight, tok):
+def loss_sum(model, text, weight, tok, hidden=None):
     """Sum over targets of weight * cross-entropy (nats), *not* divided: the caller divides by one denominator over
-    all micro-batches, so accumulation changes nothing. weight (views, n, R), zero where a target is not supervised.
-    A batch without supervised target gives 0, with gradient 0."""
-    supervised = weight > 0
-    logits, target = score(model, packed, supervised, tok)
-    w = weight[supervised].to(logits.device)
-    return (F.cross_entropy(logits, target, reduction="none") * w).sum()
+    all micro-batches, so accumulation changes nothing. Zero weight = not supervised; without any the sum is 0, with
+    gradient 0. hidden None: the text itself is scored, weight (n, R). Else its canvases, hidden and weight (views, n, R):
+    one for each block of each view that has something to learn (a view in which nothing is hidden has not)."""
+    device = model.embed.weight.device
+    if hidden is None:
+        logits, target = score(model, text, weight > 0, tok)
+        weight = weight[weight > 0].to(device)
+    else:
+        text = text.to(device)
+        weight, hidden = (x.to(device).unflatten(-1, (-1, text.block_len)) for x in (weight, hidden))
+        view, row, block = (weight > 0).any(-1).nonzero().T         # (m,) each
+        if not len(row):
+            return model.embed.weight.sum() * 0.0
+        weight, hidden = weight[view, row, block], hidden[view, row, block]               # (m, B)
+        states = canvas_states(model, text, row, block, hidden, tok)
+        logits = output_logits(model, states[weight > 0], tok)
+        target = text.target.unflatten(1, (-1, text.block_len))[row, block][weight > 0]
+        weight = weight[weight > 0]
+    return (F.cross_entropy(logits, target, reduction="none") * weight).sum()
 
 
 # === 5. The commit rule and replay ====================================================================================
@@ -227,36 +251,24 @@ def replay(model, prompts, rollouts, tok, block_len):
     """Trajectories (sample.Rollout: tokens, canvas, step), scored again: for each token up to and including the first
     <eos> (what follows it gets no reward, no KL and no gradient) the logits on the canvas on which it was committed.
 
-    Returns logits (m, vocab), target (m,), row (m,), place in the output (m,). Exact: a forward over [prompt | finished
-    blocks], then one over all canvases, which are rows of their own against its keys. So a row costs P + R + NFE * B
-    tokens, where one forward a step would cost NFE * (P + R), and gradients reach both.
+    Returns logits (m, vocab), target (m,), row (m,), place in the output (m,). A row costs P + R + NFE * B tokens, where
+    one forward a step with gradients would cost NFE * (P + R).
     """
-    device, outputs = model.embed.weight.device, [r.canvas for r in rollouts]
-    text = pack(prompts, outputs, tok, block_len)
-    p, (n, length) = text.start, text.target.shape
-    step = torch.tensor([r.step + [-1] * (length - len(r.step)) for r in rollouts])       # (n, R), -1: no such block
-    ends = torch.tensor([len(r.tokens) for r in rollouts])
+    device = model.embed.weight.device
+    text = pack(prompts, [r.canvas for r in rollouts], tok, block_len).to(device)
+    length = text.target.shape[1]
+    ends = torch.tensor([len(r.tokens) for r in rollouts], device=device)
     if block_len == 1:                                              # a canvas of one token is the text itself
-        scored = torch.arange(length) < ends[:, None]
-        logits, target = score(model, text, scored[None], tok)
-        return logits, target, *scored.nonzero().T.to(device)
-    # One row of the second forward for each step k of each block: m canvases.
-    step, inputs, target, places = (x.view(n, -1, block_len) for x in (                   # each (n, blocks, B)
-        step, text.tokens[:, p:], text.target, text.positions[:, p:]))
-    k = torch.arange(int(step.max()) + 1)
-    row, block, k = (k <= step.amax(-1, keepdim=True)).nonzero().T                        # (m,) each
-    step, inputs, target, places = (x[row, block] for x in (step, inputs, target, places))          # (m, B)
-    place = block[:, None] * block_len + torch.arange(block_len)                          # (m, B) in the output
+        scored = torch.arange(length, device=device) < ends[:, None]                      # (n, R)
+        return *score(model, text, scored, tok), *scored.nonzero().T
+    step = torch.tensor([r.step + [-1] * (length - len(r.step)) for r in rollouts], device=device)  # -1: no such block
+    step = step.unflatten(1, (-1, block_len))                       # (n, blocks, B)
+    k = torch.arange(int(step.max()) + 1, device=device)
+    row, block, k = (k <= step.amax(-1, keepdim=True)).nonzero().T  # (m,) each: one canvas a step of a block
+    step = step[row, block]                                         # (m, B)
+    place = block[:, None] * block_len + torch.arange(block_len, device=device)           # (m, B) in the output
     scored = (step == k[:, None]) & (place < ends[row, None])
-    keys = p + length - block_len                                   # nobody reads the last block
-    key_block = torch.cat((torch.arange(p) - p, torch.arange(keys - p) // block_len))
-    finished = (key_block < block[:, None]) & text.there[row, :keys]                      # (m, keys)
-    mask = torch.cat((finished, torch.ones_like(scored)), 1)[:, None, None]               # (m, 1, 1, keys + B)
-    cache = Recorded()
-    model(text.tokens[:, :keys].to(device), text.positions[:, :keys].to(device), text.mask[..., :keys, :keys].to(device),
-          cache)
-    cache.rows = row.to(device)
-    hidden = model(canvas(inputs, step >= k[:, None], tok.mask, block_len).to(device), places.to(device),
-                   mask.to(device), cache)
-    return (output_logits(model, hidden[scored.to(device)], tok), target[scored].to(device),
-            row[:, None].expand_as(place)[scored].to(device), place[scored].to(device))
+    states = canvas_states(model, text, row, block, step >= k[:, None], tok)
+    target = text.target.unflatten(1, (-1, block_len))[row, block]
+    return (output_logits(model, states[scored], tok), target[scored], row[:, None].expand_as(place)[scored],
+            place[scored])

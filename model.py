@@ -6,7 +6,7 @@ Diffusion-GR2 (Section "Conversion") a matter of a few lines elsewhere: the mode
 where a token stands. The caller hands over `positions` and a boolean `mask`. So one forward serves
 
     AR training         positions 0..T-1, lower-triangular mask
-    packed diffusion    several noisy copies of a text at the *same* positions, block-causal mask
+    diffusion training  noisy copies of a text's blocks at the *same* positions, against the text's keys
     prefill, decoding   a cache, and no mask at all where every key is visible
     replay              recorded canvases, all at once, against the keys of the finished text
 
@@ -79,7 +79,8 @@ class Recorded:
             self.k.append(k)
             self.v.append(v)
             return k, v
-        return torch.cat((self.k[layer][self.rows], k), 2), torch.cat((self.v[layer][self.rows], v), 2)
+        k, v = (torch.cat((kept[layer].index_select(0, self.rows), new), 2) for kept, new in ((self.k, k), (self.v, v)))
+        return k, v
 
 
 class Attention(nn.Module):

@@ -113,7 +113,7 @@ class Decoder:
     def prefill(self, prompt):
         """The prompt through the model once. Pads look at themselves only (softmax over nothing would be NaN)."""
         place = (torch.arange(self.p, device=self.dev) - self.p + self.real[:, None]).clamp(min=0)
-        causal = diffusion.may_look(*[torch.zeros(self.p, device=self.dev), self.slot_block[:self.p]] * 2)
+        causal = diffusion.may_look(self.slot_block[:self.p], self.slot_block[:self.p])
         if self.padded:
             eye = torch.eye(self.p, dtype=torch.bool, device=self.dev)
             causal = (causal & self.there[:, None, :] | eye)[:, None]

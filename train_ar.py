@@ -62,9 +62,9 @@ def main(argv=None):
         parts = []
         for lo in range(0, len(chosen), s.micro or s.batch):
             prompts, outputs = zip(*chosen[lo:lo + (s.micro or s.batch)])
-            packed = diffusion.pack(prompts, outputs, tok, block_len=1)
-            w = diffusion.token_weights(outputs, packed.target.shape[1], tok, s.reasoning, s.answer, tail=0.0)[None]
-            parts.append((lambda p=packed, w=w: diffusion.loss_sum(run.model, p, w, tok), float(w.sum())))
+            text = diffusion.pack(prompts, outputs, tok, block_len=1)
+            w = diffusion.token_weights(outputs, text.target.shape[1], tok, s.reasoning, s.answer, tail=0.0)
+            parts.append((lambda t=text, w=w: diffusion.loss_sum(run.model, t, w, tok), float(w.sum())))
         return parts, sum(len(p) + len(o) - 1 for p, o in chosen)
 
     # === 2. Train; choose by free decoding on validation users ==========================================

@@ -8,7 +8,7 @@ right. CFT shows it both.
     python train_cft.py --preset mini        # data, AR and CFT, one after the other, where they are missing
     python train_cft.py --preset small
 
-Loss: for a prompt p and output x, hide targets H (diffusion.draw_hidden), pack [p | x | view 1 | view 2] and minimise
+Loss: for a prompt p and output x, hide targets H (diffusion.draw_hidden) in two views of each block, and minimise
 
     sum_{i in H} w_i * -log p(x_i | p, finished blocks before i's, the visible part of i's block) / sum_{i in H} w_i
 
@@ -46,10 +46,10 @@ PRESETS = {
 
 
 def same_at_block_length_one(model, tok, row, device):
-    """Logits of the packed clean part at B = 1 equal those of a plain causal forward: nothing was lost on the way."""
+    """Logits at B = 1 equal those of a plain causal forward: nothing was lost on the way."""
     prompt, output = row
-    packed = diffusion.pack([prompt], [output], tok, block_len=1)
-    logits, _ = diffusion.score(model, packed, torch.ones(1, *packed.target.shape, dtype=torch.bool), tok)
+    text = diffusion.pack([prompt], [output], tok, block_len=1)
+    logits, _ = diffusion.score(model, text, torch.ones_like(text.target, dtype=torch.bool), tok)
     x = torch.tensor([prompt + output[:-1]], device=device)
     causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=device).tril()
     hidden = model(x, torch.arange(x.shape[1], device=device)[None], causal)[0, len(prompt) - 1:]
@@ -90,12 +90,13 @@ def main(argv=None):
             prompts, outputs = zip(*chosen[lo:lo + (s.micro or s.batch)])
             short = max(len(diffusion.pad_to_block(o, tok.eos, s.block_len)) for o in outputs)
             h, w = (x[:, lo:lo + len(prompts), :short] for x in (hidden, weight))
-            packed = diffusion.pack(prompts, outputs, tok, s.block_len, h)
+            text = diffusion.pack(prompts, outputs, tok, s.block_len)
             base = diffusion.token_weights(outputs, short, tok, s.reasoning, s.answer, s.tail)
             base = diffusion.limit_to_blocks(base, outputs, s.block_len)                  # (n, R)
             # Divided by the weight of all targets, not of the hidden ones: dividing 1/p-weighted terms by what chance
             # has hidden would be biased. With complementary views both are the same.
-            parts.append((lambda p=packed, w=w * h * base: diffusion.loss_sum(run.model, p, w, tok), float(base.sum())))
+            parts.append((lambda t=text, w=w * h * base, h=h: diffusion.loss_sum(run.model, t, w, tok, h),
+                          float(base.sum())))
         return parts
 
     def batch_loss(step):

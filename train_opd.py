@@ -76,7 +76,7 @@ def distil(student, teacher, prompts, rollouts, tok, s):
     with torch.no_grad():
         causal = diffusion.pack(prompts, [r.tokens for r in rollouts], tok, block_len=1)
         there = torch.arange(causal.target.shape[1]) < torch.tensor([len(r.tokens) for r in rollouts])[:, None]
-        p, _ = diffusion.score(teacher, causal, there[None], tok)                        # one line a token, by (row, i)
+        p, _ = diffusion.score(teacher, causal, there, tok)                              # one line a token, by (row, i)
         at = there.flatten().cumsum(0).view(there.shape).to(row.device)[row, place] - 1  # the line of (row, i)
     w = diffusion.token_weights([r.tokens for r in rollouts], there.shape[1], tok, s.reasoning, s.answer, 0.0)
     w = w.to(q.device)[row, place]

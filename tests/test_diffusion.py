@@ -17,16 +17,15 @@ def ar_loss(model, prompt, output, tok):
     return F.cross_entropy(diffusion.output_logits(model, hidden, tok), torch.tensor(output), reduction="none")
 
 
-def test_at_block_length_one_the_packed_loss_is_ar(model, prompts, tok):
+def test_at_block_length_one_the_loss_is_ar(model, prompts, tok):
     p, o = zip(*prompts)
-    packed = diffusion.pack(p, o, tok, block_len=1)
-    w = diffusion.token_weights(o, packed.target.shape[1], tok, 0.5, 1.0, 0.0)[None]
-    want = sum((ar_loss(model, a, b, tok) * w[0, r, :len(b)]).sum() for r, (a, b) in enumerate(prompts))
-    assert torch.allclose(diffusion.loss_sum(model, packed, w, tok), want, rtol=1e-4)
-    # With views but B = 1 nothing can be masked: each view is the AR input again.
-    hidden = torch.ones(1, *packed.target.shape, dtype=torch.bool)
-    views = diffusion.pack(p, o, tok, 1, hidden)
-    assert torch.allclose(diffusion.loss_sum(model, views, w, tok), want, rtol=1e-4)
+    text = diffusion.pack(p, o, tok, block_len=1)
+    w = diffusion.token_weights(o, text.target.shape[1], tok, 0.5, 1.0, 0.0)
+    want = sum((ar_loss(model, a, b, tok) * w[r, :len(b)]).sum() for r, (a, b) in enumerate(prompts))
+    assert torch.allclose(diffusion.loss_sum(model, text, w, tok), want, rtol=1e-4)
+    # With canvases but B = 1 nothing can be masked: each is the AR input again.
+    hidden = torch.ones(1, *text.target.shape, dtype=torch.bool)
+    assert torch.allclose(diffusion.loss_sum(model, text, w[None], tok, hidden), want, rtol=1e-4)
 
 
 def test_canvas_by_hand():
@@ -49,70 +48,90 @@ def test_alignment_with_a_model_whose_output_is_its_position(tok):
 
         def logits(self, hidden):
             return F.one_hot(hidden[..., 0].long(), tok.vocab).float() * 50
-    prompts, outputs = [[1, 2, 3], [4, 5, 6, 7, 8]], [[7] * 5, [7] * 8]
-    for b, views in ((1, None), (4, 2)):
-        r = 8
-        hidden = None if views is None else torch.ones(views, 2, r, dtype=torch.bool)
-        packed = diffusion.pack(prompts, outputs, tok, b, hidden)
-        logits, _ = diffusion.score(Clock(), packed, torch.ones(views or 1, 2, r, dtype=torch.bool), tok)
-        want = torch.stack([2 + torch.arange(r), 4 + torch.arange(r)]).expand(views or 1, 2, r).flatten()
-        assert torch.equal(logits.argmax(-1), want)
+    prompts, outputs, want = [[1, 2, 3], [4, 5, 6, 7, 8]], [[7] * 5, [7] * 8], [2 + torch.arange(8), 4 + torch.arange(8)]
+    ar = diffusion.pack(prompts, outputs, tok, 1)
+    logits, _ = diffusion.score(Clock(), ar, torch.ones(2, 8, dtype=torch.bool), tok)
+    assert torch.equal(logits.argmax(-1), torch.cat(want))
+    text = diffusion.pack(prompts, outputs, tok, 4)
+    row, block = torch.tensor([0, 0, 1, 1, 1]), torch.tensor([0, 1, 0, 1, 1])
+    places = diffusion.canvas_states(Clock(), text, row, block, torch.ones(5, 4, dtype=torch.bool), tok)[..., 0]
+    assert torch.equal(places, torch.stack([want[r].view(2, 4)[j] for r, j in zip(row, block)]).float())
 
 
-def perturb(model, packed, at):
-    before = model(packed.tokens, packed.positions, packed.mask)
-    tokens = packed.tokens.clone()
-    tokens[0, at] = (tokens[0, at] + 1) % 200
-    return (model(tokens, packed.positions, packed.mask) - before)[0].abs().amax(-1) > 1e-6
+def canvases(model, text, tok, hidden):
+    """Hidden states of all canvases (blocks, B, width) of a text of one row, hidden (R,) applied to each block."""
+    blocks = text.target.shape[1] // text.block_len
+    return diffusion.canvas_states(model, text, torch.zeros(blocks, dtype=torch.long), torch.arange(blocks),
+                                   hidden.view(blocks, -1), tok)
 
 
 def test_perturbing_a_clean_block_moves_only_it_and_later_blocks(model, prompts, tok):
     prompt, output = prompts[5]
-    b, hidden = 4, torch.ones(2, 1, 12, dtype=torch.bool)
-    packed = diffusion.pack([prompt], [output[:12]], tok, b, hidden)
-    p, r = len(prompt) - 1, 12
-    moved = perturb(model, packed, p + 5)                           # an input of clean block 1
-    assert packed.start == p + 8                                    # the last block's clean copy is left out
-    assert not moved[:p + 4].any() and moved[p + 4:p + 8].all()     # block 1 as a whole
-    for view in (0, 1):
-        v = moved[p + 8 + view * r:p + 8 + (view + 1) * r]
-        assert not v[:8].any() and v[8:].all()                      # views of block 2 read it, no other view does
-    moved = perturb(model, diffusion.pack([prompt], [output[:12]], tok, b), p + 5)      # without views: all blocks
-    assert not moved[:p + 4].any() and moved[p + 4:].all()
+    text, hidden = diffusion.pack([prompt], [output[:12]], tok, 4), torch.ones(12, dtype=torch.bool)
+    before = model(text.tokens, text.positions, text.mask), canvases(model, text, tok, hidden)
+    text.tokens[0, text.start + 5] += 1                             # an input of block 1, at which its own canvas has <mask>
+    moved = [(x - y)[:].abs().amax(-1) > 1e-6 for x, y in
+             zip(before, (model(text.tokens, text.positions, text.mask), canvases(model, text, tok, hidden)))]
+    assert not moved[0][0, :text.start + 4].any() and moved[0][0, text.start + 4:].all()    # block 1 as a whole, and 2
+    assert not moved[1][:2].any() and moved[1][2].all()             # the canvas of block 2 reads it, no other canvas does
 
 
-def test_perturbing_a_view_moves_nothing_else(model, prompts, tok):
+def test_perturbing_a_canvas_moves_nothing_else(model, prompts, tok):
     prompt, output = prompts[5]
-    packed = diffusion.pack([prompt], [output[:12]], tok, 4, torch.zeros(2, 1, 12, dtype=torch.bool))
-    p, r = len(prompt) - 1, 12
-    moved = perturb(model, packed, packed.start + 6)                # view 1, block 1
-    own = torch.arange(len(moved)) - packed.start
-    assert packed.start == p + r - 4 and torch.equal(moved, (own >= 4) & (own < 8))
+    text, hidden = diffusion.pack([prompt], [output[:12]], tok, 4), torch.zeros(12, dtype=torch.bool)
+    before = canvases(model, text, tok, hidden)
+    hidden[5] = True                                                # masks an input of block 1
+    moved = (canvases(model, text, tok, hidden) - before).abs().amax(-1) > 1e-6
+    assert moved[1].all() and not moved[0].any() and not moved[2].any()
 
 
-def test_one_revealed_block_is_plain_bidirectional_attention(model, prompts, tok):
+def test_a_revealed_canvas_is_plain_attention(model, prompts, tok):
+    """One block with nothing hidden: bidirectional over the block, after a causal prompt; several: the text itself."""
     prompt, output = prompts[3][0], prompts[3][1][:8]
-    packed = diffusion.pack([prompt], [output], tok, 8, torch.zeros(1, 1, 8, dtype=torch.bool))
+    text = diffusion.pack([prompt], [output], tok, 8)
     p = len(prompt) - 1
-    view = model(packed.tokens, packed.positions, packed.mask)[0, packed.start:]
     x = torch.tensor([prompt + output[:-1]])
     mask = torch.ones(p + 8, p + 8, dtype=torch.bool).tril()
     mask[p:, p:] = True
-    assert torch.allclose(model(x, torch.arange(p + 8)[None], mask)[0, p:], view, atol=1e-5)
+    want = model(x, torch.arange(p + 8)[None], mask)[0, p:]
+    assert torch.allclose(want, canvases(model, text, tok, torch.zeros(8, dtype=torch.bool))[0], atol=1e-5)
+    text = diffusion.pack([prompt], [prompts[3][1][:12]], tok, 4)
+    clean = model(text.tokens, text.positions, text.mask)[:, p:].unflatten(1, (-1, 4))[0]
+    assert torch.allclose(clean, canvases(model, text, tok, torch.zeros(12, dtype=torch.bool)), atol=1e-5)
+
+
+def test_canvases_equal_one_packed_row(model, prompts, tok):
+    """Text and canvases in one long row, as BD3-LM trains: a canvas sees itself and the clean blocks before its own."""
+    prompt, output = prompts[4][0], prompts[4][1][:12]
+    text, p = diffusion.pack([prompt], [output], tok, 4), len(prompt) - 1
+    hidden = torch.rand(12, generator=torch.Generator().manual_seed(0)) < 0.6
+    view = diffusion.canvas(text.tokens[0, p:], hidden, tok.mask, 4)
+    n, block, noisy = p + 24, torch.cat((text.block, text.block[p:])), torch.arange(p + 24) >= p + 12
+    mask = torch.zeros(n, n, dtype=torch.bool)
+    for q, k in itertools.product(range(n), range(n)):
+        if noisy[k]:
+            mask[q, k] = noisy[q] and block[q] == block[k]
+        else:
+            mask[q, k] = block[k] < block[q] if noisy[q] else block[k] <= block[q]
+    tokens, places = torch.cat((text.tokens[0], view)), torch.cat((text.positions[0], text.positions[0, p:]))
+    want = model(tokens[None], places[None], mask)[0, p + 12:]
+    assert torch.allclose(want, canvases(model, text, tok, hidden).flatten(0, 1), atol=1e-5)
 
 
 def test_padding_changes_nothing(model, prompts, tok):
+    """Twelve rows of unequal prompts and outputs together, or one by one: the same loss of each row's own tokens."""
     p, o = zip(*prompts)
-    hidden = torch.rand(2, len(p), max(len(diffusion.pad_to_block(x, tok.eos, 4)) for x in o)) < 0.5
-    together = diffusion.pack(p, o, tok, 4, hidden)
-    h = model(together.tokens, together.positions, together.mask)
+    together = diffusion.pack(p, o, tok, 4)
+    hidden = torch.rand(2, *together.target.shape, generator=torch.Generator().manual_seed(0)) < 0.5
     for r in (0, 4, 11):
         length = len(diffusion.pad_to_block(o[r], tok.eos, 4))
-        alone = diffusion.pack([p[r]], [o[r]], tok, 4, hidden[:, r:r + 1, :length])
-        a = model(alone.tokens, alone.positions, alone.mask)[0, alone.start:].view(2, length, -1)
-        b = h[r, together.start:].view(2, -1, model.cfg.width)[:, :length]
-        assert torch.allclose(a, b, atol=1e-5)
-    assert torch.isfinite(h).all()                                  # pads look at themselves: no NaN
+        w = torch.zeros_like(hidden, dtype=torch.float)
+        w[:, r, :length] = hidden[:, r, :length].float()
+        alone = diffusion.loss_sum(model, diffusion.pack([p[r]], [o[r]], tok, 4), w[:, r:r + 1, :length], tok,
+                                   hidden[:, r:r + 1, :length])
+        loss = diffusion.loss_sum(model, together, w, tok, hidden)
+        assert torch.isfinite(loss) and torch.allclose(alone, loss, rtol=1e-4)
+    assert torch.isfinite(model(together.tokens, together.positions, together.mask)).all()          # pads: no NaN
 
 
 def test_mean_loss_over_masks_equals_enumeration(model, prompts, tok):
@@ -120,8 +139,8 @@ def test_mean_loss_over_masks_equals_enumeration(model, prompts, tok):
     prompt, output = prompts[2][0], prompts[2][1][:2]
 
     def loss(hidden):
-        packed = diffusion.pack([prompt], [output], tok, 2, hidden)
-        return float(diffusion.loss_sum(model, packed, hidden.float(), tok).detach())
+        text = diffusion.pack([prompt], [output], tok, 2)
+        return float(diffusion.loss_sum(model, text, hidden.float(), tok, hidden).detach())
     exact = {}
     for first in itertools.product([False, True], repeat=2):
         h = torch.tensor(first)[None]
@@ -162,8 +181,9 @@ def test_weights_and_tail(tok):
 
 
 def test_no_supervised_token_gives_zero(model, prompts, tok):
-    packed = diffusion.pack([prompts[0][0]], [prompts[0][1]], tok, 1)
-    loss = diffusion.loss_sum(model, packed, torch.zeros(1, *packed.target.shape), tok)
+    text = diffusion.pack([prompts[0][0]], [prompts[0][1]], tok, 1)
+    none = torch.zeros(1, *text.target.shape)
+    loss = diffusion.loss_sum(model, text, none[0], tok) + diffusion.loss_sum(model, text, none, tok, none.bool())
     loss.backward()
     assert float(loss.detach()) == 0 and all(p.grad is None or not p.grad.any() for p in model.parameters())
 

@@ -37,8 +37,7 @@ def plain_blocks(model, prompt, tok, b, tau, blocks):
             head = prompt[:-1]
             tokens = torch.cat((torch.tensor([head]), u[:, :len(y)], view[:, len(y):]), 1)
             blk = torch.cat((torch.arange(len(head)) - len(head), torch.arange(len(y) + b) // b))
-            seg = (blk == block).long()
-            mask = diffusion.may_look(seg, blk, seg, blk)
+            mask = diffusion.may_look(blk, blk)
             with torch.no_grad():
                 h = model(tokens, torch.arange(tokens.shape[1])[None], mask)
             token, conf, lps = sample.choose(diffusion.output_logits(model, h[:, -b:], tok), 0.0, None)

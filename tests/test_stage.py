@@ -167,12 +167,11 @@ def test_micro_batches_change_nothing(rows, tok, model):
         parts = []
         for lo in range(0, 8, size):
             prompts, outputs = zip(*chosen[lo:lo + size])
-            packed = diffusion.pack(prompts, outputs, tok, 1)
-            w = diffusion.token_weights(outputs, packed.target.shape[1], tok, 0.5, 1.0, 0.0)[None]
-            parts.append((packed, w))
+            text = diffusion.pack(prompts, outputs, tok, 1)
+            parts.append((text, diffusion.token_weights(outputs, text.target.shape[1], tok, 0.5, 1.0, 0.0)))
         total = sum(float(w.sum()) for _, w in parts)
-        for packed, w in parts:
-            (diffusion.loss_sum(model, packed, w, tok) / total).backward()
+        for text, w in parts:
+            (diffusion.loss_sum(model, text, w, tok) / total).backward()
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 
     assert torch.allclose(gradient(8), gradient(4), atol=1e-6)
