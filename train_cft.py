@@ -31,6 +31,7 @@ from stage import flag
 
 @dataclass
 class CFTSettings(stage.Settings):
+    start: str = flag("ar", "name of the weights to start from (cft: train those further)")
     block_len: int = flag(32, "targets of a block")
     schedule: str = flag("complementary", f"masking schedule: one of {', '.join(diffusion.SCHEDULES)}")
     full: float = flag(0.2, "share of blocks that are hidden completely, as where decoding starts (complementary)")
@@ -66,15 +67,16 @@ def main(argv=None):
         raise stage.UserError(f"--schedule {s.schedule}: one of {', '.join(diffusion.SCHEDULES)}")
     sample.check_settings(s.block_len, s.tau)
     folder, tok, summary = stage.load_data(s)
-    stage.need(s, "ar")
+    stage.need(s, s.start)
     k = summary["config"]["candidates"]
 
     # === 1. The conversion: copy the weights, check that nothing else changed ===========================
-    model, _ = stage.load_model(stage.weights(s.out, s.preset, "ar"), tok, summary, "python train_ar.py", s.device)
+    model, found = stage.load_model(stage.weights(s.out, s.preset, s.start), tok, summary, "train it again", s.device)
     rows = prepare.Rows(folder / "all.npz")
     with torch.no_grad():
         same_at_block_length_one(model, tok, rows[0], s.device)
-    diffusion.convert(model, tok)
+    if found["settings"].get("block_len", 1) == 1:                  # AR weights: they have never seen a <mask>
+        diffusion.convert(model, tok)
     run = stage.Run("cft", s, model, tok, summary)
     lengths = np.add(rows.lengths()[0], 3 * rows.lengths()[1])
     stage.check_fits(model.cfg, rows, s.block_len, k)
