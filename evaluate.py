@@ -92,7 +92,7 @@ def ladder(s, folder, tok, summary, systems, autocast):
            ranking.ladder_row("teacher", prompts, [sample.Rollout(o) for o in written], targets, tok, k)]
     for system, name, block_len, tau in systems:
         path = stage.weights(s.out, s.preset, name) or Path(s.out) / f"{name}.pt"
-        model, state = stage.load_model(path, tok, summary, "train it again", s.device)
+        model, state = stage.load_model(path, tok, summary, stage.remedy(s, name), s.device)
         block_len = block_len or stage.block_len(state)
         if system == "naive":
             diffusion.convert(model, tok)
@@ -304,7 +304,7 @@ def main(argv=None):
     students = stage.students(s.out, s.preset)
     student = s.student or (students[-1] if students else "")
     if s.student and s.student not in students:
-        raise stage.UserError(f"--student {s.student}: there is no {s.out}/{s.student}.pt; there are {', '.join(students)}")
+        raise stage.UserError(f"--student {s.student}: there is no {s.out}/{s.student}.pt; there are: {', '.join(students) or 'none'}")
     if not stage.weights(s.out, s.preset, "ar"):
         raise stage.UserError(f"no weights in {s.out}; train them: python train_ar.py --preset {s.preset}")
     print("weights: " + ", ".join(str(p) for n in stage.NAMES if (p := stage.weights(s.out, s.preset, n))))
@@ -324,7 +324,7 @@ def main(argv=None):
     if s.only in ("", "frontier", "sweeps") and not student:
         print(f"\nno frontier: {s.out} has no diffusion weights; train them with python train_cft.py --preset {s.preset}")
     elif s.only != "ladder":
-        (ar, _), (model, state) = (stage.load_model(stage.weights(s.out, s.preset, n), tok, summary, "train it again",
+        (ar, _), (model, state) = (stage.load_model(stage.weights(s.out, s.preset, n), tok, summary, stage.remedy(s, n),
                                                     s.device) for n in ("ar", student))
         s.block_len = s.block_len or stage.block_len(state)
         rows, ar, model = frontier(s, folder, tok, summary, ar, model)

@@ -7,17 +7,19 @@ own slots), a mask is made only where some key must not be seen, and a finished 
 forward that makes its keys and values from clean tokens is fused with the next block's first step, and falls away
 where the canvas was already clean, as it always is at block length 1.
 
-    python sample.py --preset mini --user 7              # a real user: history, reasoning, ranking before and after
-    python sample.py --preset small --user 7 --json
+    python sample.py --preset small --user 13595         # a real user: history, reasoning, ranking before and after
+    python sample.py --preset small --user 13595 --watch
 
 Left out: caching inside an active block (Fast-dLLM's approximation; here K/V come from clean blocks only), a
 constrained decoder (a valid permutation must be learned), batching over prompts that arrive at different times.
 """
 import argparse
 import json
+import shutil
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -255,6 +257,9 @@ def watcher(tok, stream):
     def show(d):
         active = [t if not open_ else tok.mask for t, open_ in zip(d.tokens[0].tolist(), d.open[0].tolist())]
         body = tok.text(d.out[0].canvas + (active if bool(d.alive[0]) else [])).replace("<mask>", " ·")
+        if not stream.isatty():                                     # a file or a pipe gets the finished text alone
+            return None if bool(d.alive[0]) else stream.write(body + "\n")
+        body = "\n".join(line[:shutil.get_terminal_size().columns] for line in body.split("\n"))
         stream.write(f"\x1b[{state['lines']}F\x1b[J" if state["lines"] else "")      # up to the first line, clear below
         stream.write(body + "\n")
         stream.flush()
@@ -297,11 +302,15 @@ def main(argv=None):
     ap.add_argument("--seed", type=int, default=0)
     ap.add_argument("--device", default="cpu")
     ap.add_argument("--watch", action="store_true", help="show the canvas filling, step by step")
+    ap.add_argument("--prompt", action="store_true", help="show the prompt, too, as the model reads it")
     ap.add_argument("--json", action="store_true", help="one JSON object instead of text")
     s = ap.parse_args(argv)
     s.out, s.data = s.out or f"out/{s.preset}", ""
     try:
         check_settings(1 if s.block_len is None else s.block_len, s.tau, s.temperature)
+        stage.check_device(s.device)
+        if not any(Path(s.out).glob("*.pt")) and not (stage.SHIPPED / s.preset).exists():
+            raise stage.UserError(f"no weights in {s.out}: train them with python train_ar.py --preset {s.preset}")
         with quiet(s.json):
             folder, tok, summary = stage.load_data(s)
         split = amazon.load(summary["config"]["data"])
@@ -317,7 +326,7 @@ def main(argv=None):
         for name in ("ar", student):
             path = stage.weights(s.out, s.preset, name)
             if path:
-                model, state = stage.load_model(path, tok, summary, "train it again", s.device)
+                model, state = stage.load_model(path, tok, summary, stage.remedy(s, name), s.device)
                 models.append((name, 1 if name == "ar" else s.block_len or stage.block_len(state), model))
         if not models:
             raise stage.UserError(f"no weights in {s.out}: train them with python train_ar.py --preset {s.preset}")
@@ -328,6 +337,7 @@ def main(argv=None):
                   "target": target if target >= 0 else None, "modes": []}
         if not s.json:
             show_user(result)
+            print("\n" + tok.text(prompt) if s.prompt else "", end="\n" if s.prompt else "")
         for mode, block_len, model in models:
             max_len = longest_output(summary["config"]["candidates"])
             if s.watch and not s.json:

@@ -12,6 +12,7 @@ import importlib
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -87,19 +88,30 @@ def settings(cls, presets, doc, argv=None):
     s = cls(**{**presets.get(preset, {}), **given, "preset": preset})
     s.out = s.out or f"out/{preset}"
     s.device = s.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if s.device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError("--device cuda: no CUDA device is visible; leave the flag out to train on the CPU")
+    check_device(s.device)
     for name in ("steps", "batch", "eval_users", "log_every", "save_every", "eval_every", "time_users", "repeats"):
         if getattr(s, name, 1) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(s, name)}: at least 1")
+    for name in ("seed", "micro", "decay", "threads", "warmup", "lr"):
+        if getattr(s, name, 1) < 0:
+            raise UserError(f"--{name} {getattr(s, name)}: not below 0")
+    if getattr(s, "dtype", "auto") not in ("auto", "float32", "bfloat16"):
+        raise UserError(f"--dtype {s.dtype}: auto, float32 or bfloat16")
     return s
+
+
+def check_device(name):
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError) as e:
+        raise UserError(f"--device {name}: {str(e).splitlines()[0]}; leave the flag out to take what there is")
 
 
 def main(run, *args):
     """Run a stage's main: mistakes become one line and exit status 1, Ctrl-C before training 130."""
     try:
         run(*args)
-    except (UserError, DataError, SettingsError) as e:
+    except (UserError, DataError, SettingsError, OSError) as e:
         sys.exit(f"{Path(sys.argv[0]).name}: {e}")
     except KeyboardInterrupt:
         sys.exit(130)
@@ -114,7 +126,9 @@ def load_data(s):
     if s.data:
         wanted = prepare.DataConfig(**{**asdict(wanted), "data": s.data})
     if not (folder / "summary.json").exists():
-        print(f"{folder} is missing: preparing it (python -m data.prepare --preset {s.preset})")
+        print(f"{folder} is missing: preparing it (python -m data.prepare --preset {s.preset} --out {s.out}" +
+              (f" --data {s.data})" if s.data else ")"))
+        folder.parent.mkdir(parents=True, exist_ok=True)            # a place that cannot be written to is found now
         sets, tok, summary = prepare.build(wanted)
         prepare.save(folder, sets, tok, summary | {"preset": s.preset})
         prepare.show_summary(summary)
@@ -253,6 +267,12 @@ def weights(out, preset, name):
     return None
 
 
+def remedy(s, name):
+    """What to do about weights that cannot be used."""
+    module = {"ar_sft": "train_ar", "cft_rl": "train_rl"}.get(name, f"train_{name}")
+    return f"make it again: python {module}.py --preset {s.preset} --out {s.out}"
+
+
 NEEDED = []                                                         # stages that run because a later one needs them
 
 
@@ -321,7 +341,8 @@ class Run:
             self.log_file.write_text("")
 
     def restore(self):
-        state = load(self.state_file, f"start without --resume: python train_{self.name}.py --preset {self.s.preset}")
+        start = shlex.join(a for a in sys.argv[1:] if a != "--resume")
+        state = load(self.state_file, f"start without --resume: python {Path(sys.argv[0]).name} {start}")
         mine = {k: v for k, v in asdict(self.s).items() if k not in FREE}
         other = [k for k, v in mine.items() if state["settings"].get(k) != v and not (k == "dtype" and v == "auto")]
         if other:
@@ -408,13 +429,11 @@ class Run:
         finally:
             bar.close()
             signal.signal(signal.SIGINT, old)
-        if self.stop and self.step < s.steps:
+        if self.stop:                                               # the weights so far are not called finished ones
             self.save_state()
-            if not self.product.exists():
-                self.save_product({})
             # A stage that another one needed is gone on with by itself when that one is run again (see need).
-            again = ["python", Path(sys.argv[0]).name, *sys.argv[1:]] + ["--resume"] * (not NEEDED and not s.resume)
-            again = " ".join(again)
+            flags = sys.argv[1:] + ["--resume"] * (not NEEDED and not s.resume)
+            again = f"python {Path(sys.argv[0]).name} {shlex.join(flags)}"
             sys.exit(f"stopped after step {self.step}, saved to {self.state_file}; go on with: {again}")
 
     def check(self, validate):

@@ -71,7 +71,8 @@ def main(argv=None):
     k = summary["config"]["candidates"]
 
     # === 1. The conversion: copy the weights, check that nothing else changed ===========================
-    model, found = stage.load_model(stage.weights(s.out, s.preset, s.start), tok, summary, "train it again", s.device)
+    model, found = stage.load_model(stage.weights(s.out, s.preset, s.start), tok, summary, stage.remedy(s, s.start),
+                                    s.device)
     rows = prepare.Rows(folder / "all.npz")
     with torch.no_grad():
         same_at_block_length_one(model, tok, rows[0], s.device)

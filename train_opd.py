@@ -16,6 +16,7 @@ gradient even where the student gives a token of the teacher's nothing; `--kl re
 Only committed positions count: over all hidden ones a teacher that is itself unsure of a token teaches the student to
 be unsure of it earlier, and every unsure token costs a forward. Left out: a mix with CFT's loss, teacher temperature.
 """
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,7 +95,7 @@ def main(argv=None):
     stage.need(s, s.start)
     stage.need(s, s.teacher)
     (model, state), (teacher, _) = (stage.load_model(stage.weights(s.out, s.preset, name), tok, summary,
-                                                     "train it again", s.device) for name in (s.start, s.teacher))
+                                                     stage.remedy(s, name), s.device) for name in (s.start, s.teacher))
     teacher.requires_grad_(False)
     s.block_len = s.block_len or stage.block_len(state)
     stage.check_fits(model.cfg, prepare.Rows(folder / "all.npz"), s.block_len, k)
@@ -142,7 +143,7 @@ def main(argv=None):
                                                           run.autocast())
 
     body, _ = model.size()
-    if not s.resume:
+    if run.best == -math.inf:
         run.check(validate)                                         # the curve begins where CFT ended
     run.train(batch_loss, validate, lambda tokens: 6 * body * tokens)
     evaluate.show_stage(s, folder, tok, summary, [("ar", "ar", 1, None)] + [

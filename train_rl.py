@@ -20,6 +20,7 @@ The policy chooses tokens; *when* they are committed is treated as given (TraceR
 Left out: a KL penalty in the loss (the KL to the start is logged instead), a value function, rollouts by older policies
 than the last phase's. A run that is resumed between the steps of one phase draws that phase's rollouts anew.
 """
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,7 +142,8 @@ def main(argv=None):
     k = summary["config"]["candidates"]
     s.dtype = "float32"           # the ratio must be 1 to 1e-5 before the first update; bf16 gives 1e-2
     path = stage.weights(s.out, s.preset, s.start)
-    (model, found), (start, _) = (stage.load_model(path, tok, summary, "train it again", s.device) for _ in range(2))
+    (model, found), (start, _) = (stage.load_model(path, tok, summary, stage.remedy(s, s.start), s.device)
+                                    for _ in range(2))
     start.requires_grad_(False)
     s.block_len = s.block_len or stage.block_len(found)
     run = stage.Run(s.name, s, model, tok, summary)
@@ -209,7 +211,7 @@ def main(argv=None):
         return evaluate.validate_by_decoding(model, tok, prompts, targets, k, s.block_len, s.tau, run.autocast())
 
     body, _ = model.size()
-    if not s.resume:
+    if run.best == -math.inf:
         run.check(validate)                                         # the start competes: harm done by RL is not kept
     run.train(batch_loss, validate, lambda tokens: 6 * body * tokens)
     if s.block_len > 1:                                             # train_ar.py shows its own

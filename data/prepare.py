@@ -297,6 +297,7 @@ def main(argv=None):
     folder = Path(out or f"out/{preset}") / "data"
     try:
         check(cfg)
+        folder.parent.mkdir(parents=True, exist_ok=True)            # a place that cannot be written to is found now
         sets, tok, summary = build(cfg)
         save(folder, sets, tok, summary | {"preset": preset})
     except (DataError, OSError) as e:
@@ -311,7 +312,7 @@ def check(cfg):
         raise DataError(f"--candidates {cfg.candidates}: between 2 and 10 (identifiers are A to J)")
     if not 1 <= cfg.folds <= retriever.FOLDS:
         raise DataError(f"--folds {cfg.folds}: between 1 and {retriever.FOLDS}")
-    for name, least in (("core", 1), ("title_tokens", 0), ("merges", 0), ("tries", 1)):
+    for name, least in (("core", 1), ("title_tokens", 0), ("merges", 0), ("tries", 1), ("data_seed", 0)):
         if getattr(cfg, name) < least:
             raise DataError(f"--{name} {getattr(cfg, name)}: at least {least}")
     if not 0 <= cfg.drop <= 1 or not cfg.temperature > 0:

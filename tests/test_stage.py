@@ -207,6 +207,22 @@ def test_mistakes_are_one_line(args, says, rows, tmp_path):
     assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()[-1]) > 10
 
 
+@pytest.mark.parametrize("flag,value", [("micro", "-1"), ("dtype", "float16"), ("seed", "-1"), ("lr", "-1"), ("decay", "-1"),
+                                        ("device", "banana"), ("device", "cuda:99"), ("eval-users", "0")])
+def test_values_that_cannot_be_used_are_named(flag, value):
+    """Before anything is prepared or written."""
+    with pytest.raises(stage.UserError, match=f"--{flag} {value}"):
+        train_ar.main(["--preset", "mini", "--out", "/nowhere", f"--{flag}", value])
+
+
+def test_a_place_that_cannot_be_written_to_is_found_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(stage.prepare, "build", lambda *_: pytest.fail("minutes of work before the message"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as stop:
+        stage.main(train_ar.main, ["--preset", "mini", "--out", str(tmp_path / "file"), "--device", "cpu"])
+    assert "file" in str(stop.value)
+
+
 def test_rows_longer_than_the_context_are_refused(rows, tok):
     from data import prepare
     data = prepare.Rows(rows / "data" / "all.npz")
