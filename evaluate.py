@@ -44,6 +44,7 @@ class EvalSettings(stage.Common):
     only: str = flag("", "ladder, frontier, or sweeps with the frontier (default: all)")
     student: str = flag("", "weights of the frontier and the sweeps (default: the last stage that is there)")
     block_len: int = flag(None, "block length of the diffusion models (default: as they were trained)")
+    users: int = flag(0, "test users of the frontier's accuracy (0: all; the ladder always takes all)")
     time_users: int = flag(24, "test users decoded one by one for the timing, each in every mode")
     dtype: str = flag("auto", "of the ladder: float32, bfloat16 (autocast), or auto, the faster of the two")
     repeats: int = flag(3, "how often the timing is repeated, modes in turn")
@@ -160,6 +161,7 @@ def frontier(s, folder, tok, summary, ar, student):
     k = summary["config"]["candidates"]
     prompts, targets = users_with_hit(folder, "test")
     few, max_len = [[p] for p in prompts[:s.time_users]], longest_output(k)
+    prompts, targets = prompts[:s.users or None], targets[:s.users or None]
     modes = [(fastest(ar, few[0], tok, 1, None, max_len), 1, None)]
     quick = fastest(student, few[0], tok, s.block_len, 0.9, max_len)
     modes += [(quick, s.block_len, tau) for tau in TAUS]
@@ -167,7 +169,7 @@ def frontier(s, folder, tok, summary, ar, student):
     for (model, block_len, tau), speed in zip(modes, race(modes, few, tok, max_len, s.repeats)):
         done = sample.decode(model, prompts, tok, block_len, tau or 1.0, max_len)
         row = ranking.ladder_row("", prompts, done, targets, tok, k, tau)
-        rows.append({"mode": "diffusion" if tau else "ar", "tau": tau, "block_len": block_len, "batch": 1,
+        rows.append({"users": len(done), "mode": "diffusion" if tau else "ar", "tau": tau, "block_len": block_len, "batch": 1,
                      "dtype": str(model.embed.weight.dtype).removeprefix("torch.")} | speed |
                     {key: row[key] for key in ("r1", "ndcg3", "valid", "failures", "nfe", "tokens", "tokens_per_nfe")})
     return rows, modes[0][0], quick
@@ -328,7 +330,8 @@ def main(argv=None):
                                                     s.device) for n in ("ar", student))
         s.block_len = s.block_len or stage.block_len(state)
         rows, ar, model = frontier(s, folder, tok, summary, ar, model)
-        print(f"\nFrontier of {student}: batch 1, {s.device}, {torch.get_num_threads()} threads; median of {s.repeats} repeats")
+        print(f"\nFrontier of {student}: batch 1, {s.device}, {torch.get_num_threads()} threads; "
+              f"accuracy of {rows[0]['users']:,} users; time of {s.time_users}, median of {s.repeats} repeats")
         show_frontier(rows)
         results |= {"student": student, "frontier": rows}
         if s.only in ("", "sweeps"):
