@@ -128,7 +128,7 @@ def load_data(s):
     if not (folder / "summary.json").exists():
         print(f"{folder} is missing: preparing it (python -m data.prepare --preset {s.preset} --out {s.out}" +
               (f" --data {s.data})" if s.data else ")"))
-        folder.parent.mkdir(parents=True, exist_ok=True)            # a place that cannot be written to is found now
+        prepare.check_place(folder)
         sets, tok, summary = prepare.build(wanted)
         prepare.save(folder, sets, tok, summary | {"preset": s.preset})
         prepare.show_summary(summary)

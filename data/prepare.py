@@ -16,6 +16,7 @@ tokenizer, which reads the catalogue only.
 import argparse
 import hashlib
 import json
+import os
 import shutil
 import sys
 import time
@@ -297,13 +298,20 @@ def main(argv=None):
     folder = Path(out or f"out/{preset}") / "data"
     try:
         check(cfg)
-        folder.parent.mkdir(parents=True, exist_ok=True)            # a place that cannot be written to is found now
+        check_place(folder)
         sets, tok, summary = build(cfg)
         save(folder, sets, tok, summary | {"preset": preset})
     except (DataError, OSError) as e:
         sys.exit(f"data.prepare: {e}")
     show_summary(summary)
     print(f"-> {folder}")
+
+
+def check_place(folder):
+    """A place that cannot be written to is found before minutes of work; nothing is made there yet."""
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise DataError(f"{folder}: {there} is not a folder that can be written to")
 
 
 def check(cfg):
