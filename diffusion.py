@@ -215,6 +215,13 @@ def score(model, text, supervised, tok):
     return output_logits(model, hidden[supervised], tok), text.target[supervised]
 
 
+def score_canvases(model, text, row, block, hidden, scored, tok):
+    """The same for canvases: block[i] of row[i], hidden and scored (m, B)."""
+    states = canvas_states(model, text, row, block, hidden, tok)
+    target = text.target.unflatten(1, (-1, text.block_len))[row, block]
+    return output_logits(model, states[scored], tok), target[scored]
+
+
 def loss_sum(model, text, weight, tok, hidden=None):
     """Sum over targets of weight * cross-entropy (nats), *not* divided: the caller divides by one denominator over
     all micro-batches, so accumulation changes nothing. Zero weight = not supervised; without any the sum is 0, with
@@ -231,9 +238,7 @@ def loss_sum(model, text, weight, tok, hidden=None):
         if not len(row):
             return model.embed.weight.sum() * 0.0
         weight, hidden = weight[view, row, block], hidden[view, row, block]               # (m, B)
-        states = canvas_states(model, text, row, block, hidden, tok)
-        logits = output_logits(model, states[weight > 0], tok)
-        target = text.target.unflatten(1, (-1, text.block_len))[row, block][weight > 0]
+        logits, target = score_canvases(model, text, row, block, hidden, weight > 0, tok)
         weight = weight[weight > 0]
     return (F.cross_entropy(logits, target, reduction="none") * weight).sum()
 
@@ -268,7 +273,5 @@ def replay(model, prompts, rollouts, tok, block_len):
     step = step[row, block]                                         # (m, B)
     place = block[:, None] * block_len + torch.arange(block_len, device=device)           # (m, B) in the output
     scored = (step == k[:, None]) & (place < ends[row, None])
-    states = canvas_states(model, text, row, block, step >= k[:, None], tok)
-    target = text.target.unflatten(1, (-1, block_len))[row, block]
-    return (output_logits(model, states[scored], tok), target[scored], row[:, None].expand_as(place)[scored],
-            place[scored])
+    return (*score_canvases(model, text, row, block, step >= k[:, None], scored, tok),
+            row[:, None].expand_as(place)[scored], place[scored])

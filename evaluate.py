@@ -110,28 +110,17 @@ def ladder(s, folder, tok, summary, systems, autocast):
 
 # === The frontier =====================================================================================================
 
-def timed(model, prompts, tok, block_len, tau, max_len):
-    """Decode these prompts as one batch: (rollouts, seconds of decoding, seconds of prefill and decoding)."""
-    start = time.perf_counter()
-    d = sample.Decoder(model, prompts, tok, block_len, tau or 1.0, max_len, record=False)
-    sample.wait_for(model)
-    ready = time.perf_counter()
-    done = d.run()
-    end = time.perf_counter()
-    return done, end - ready, end - start
-
-
 def race(modes, batches, tok, max_len, repeats):
     """modes: [(model, block_len, tau)], the first of them AR. Each decodes the same batches, one mode after the other,
     several times. Returns for each mode: tok_s (decode only), tok_s_end_to_end, speedup (median over the repeats of
     the ratio within a repeat) and its range, nfe, tokens_per_nfe."""
     for mode in modes:
-        timed(mode[0], batches[0], tok, *mode[1:], max_len)         # warm up
+        sample.timed(mode[0], batches[0], tok, *mode[1:], max_len)         # warm up
     rates = [[] for _ in modes]                                     # per repeat: (decode only, end to end)
     counts = [None] * len(modes)
     for _ in range(repeats):
         for m, (model, block_len, tau) in enumerate(modes):
-            runs = [timed(model, batch, tok, block_len, tau, max_len) for batch in batches]
+            runs = [sample.timed(model, batch, tok, block_len, tau, max_len) for batch in batches]
             out = [r for done, _, _ in runs for r in done]
             tokens, nfe = sum(len(r.tokens) for r in out), sum(r.nfe for r in out)
             counts[m] = {"nfe": nfe / len(out), "tokens_per_nfe": tokens / nfe}
@@ -148,10 +137,10 @@ def race(modes, batches, tok, max_len, repeats):
 def fastest(model, prompts, tok, block_len, tau, max_len):
     """The model in float32 or bfloat16, whichever decodes these prompts faster here: a forward of one token is bound
     by its own overhead, one of 32 by arithmetic, so AR and diffusion need not agree."""
-    half = copy.deepcopy(model).bfloat16()
     if stage.matmul_rate(str(model.embed.weight.device), torch.bfloat16, 0.05) < 1e10:
         return model                                                # emulated: do not even try
-    seconds = [min(timed(m, prompts, tok, block_len, tau, max_len)[1] for _ in range(4)) for m in (model, half)]
+    half = copy.deepcopy(model).bfloat16()
+    seconds = [min(sample.timed(m, prompts, tok, block_len, tau, max_len)[1] for _ in range(4)) for m in (model, half)]
     return half if seconds[1] < seconds[0] else model
 
 
@@ -318,8 +307,7 @@ def main(argv=None):
         systems += [("naive", "ar", s.block_len or 32, 0.9)] * bool(students)
         systems += [(name, name, s.block_len, tau) for name in students for tau in (1.0, 0.9)]
         stage.pick_dtype(s)
-        autocast = torch.autocast(s.device.split(":")[0], dtype=torch.bfloat16, enabled=s.dtype == "bfloat16")
-        rows = ladder(s, folder, tok, summary, systems, autocast)
+        rows = ladder(s, folder, tok, summary, systems, stage.autocast(s))
         print(f"Ladder, {s.dtype}: {rows[0]['n']:,} test users whose next purchase is among the candidates")
         ranking.show_ladder(rows, summary["hit_test"])
         results["ladder"] = [{key: v for key, v in r.items() if key not in ("hits1", "n", "ndcg3_strict")} for r in rows]

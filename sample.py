@@ -274,15 +274,15 @@ def wait_for(model):
         torch.cuda.synchronize()
 
 
-def timed(model, prompt, tok, block_len, tau, max_len, temperature, seed):
-    """Decode one prompt twice, the first time to warm up: (rollout, seconds of prefill, seconds of decoding)."""
-    for _ in range(2):
-        start = time.perf_counter()
-        d = Decoder(model, [prompt], tok, block_len, tau, max_len, temperature, [seed])
-        wait_for(model)
-        ready = time.perf_counter()
-        [rollout] = d.run()
-    return rollout, ready - start, time.perf_counter() - ready
+def timed(model, prompts, tok, block_len, tau, max_len, temperature=0.0, seeds=None):
+    """Decode these prompts as one batch: (rollouts, seconds of decoding, seconds of prefill and decoding)."""
+    start = time.perf_counter()
+    d = Decoder(model, prompts, tok, block_len, tau or 1.0, max_len, temperature, seeds, record=False)
+    wait_for(model)
+    ready = time.perf_counter()
+    done = d.run()
+    end = time.perf_counter()
+    return done, end - ready, end - start
 
 
 def main(argv=None):
@@ -343,12 +343,13 @@ def main(argv=None):
             if s.watch and not s.json:
                 print(f"\n--- {mode} ---")
                 Decoder(model, [prompt], tok, block_len, s.tau, max_len, s.temperature, [s.seed]).run(watcher(tok, sys.stdout))
-            out, prefill, seconds = timed(model, prompt, tok, block_len, s.tau, max_len, s.temperature, s.seed)
+            for _ in range(2):                                      # the first time warms up
+                [out], seconds, whole = timed(model, [prompt], tok, block_len, s.tau, max_len, s.temperature, [s.seed])
             parsed = ranking.parse(out.tokens, tok, n)
             result["modes"].append({
                 "mode": mode, "block_len": block_len, "tau": s.tau if block_len > 1 else None, "reasoning": tok.text(out.tokens),
                 "order": parsed.order, "failure": parsed.failure, "nfe": out.nfe, "tokens": len(out.tokens),
-                "tok_s": len(out.tokens) / seconds, "tok_s_end_to_end": len(out.tokens) / (seconds + prefill)})
+                "tok_s": len(out.tokens) / seconds, "tok_s_end_to_end": len(out.tokens) / whole})
             if not s.json:
                 show_mode(result, result["modes"][-1], s.watch)
     except SettingsError as e:

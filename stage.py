@@ -30,7 +30,7 @@ from data.dataset import longest_output
 from data.prepare import flag
 from data.tokenizer import Tokenizer
 from model import ModelConfig, Transformer
-from sample import SettingsError
+from sample import Decoder, SettingsError
 
 MODELS = {
     "mini": dict(width=128, layers=4, heads=4, ctx_len=192),
@@ -188,6 +188,15 @@ def block_len(state):
     return trained if trained > 1 else 32
 
 
+def roll_out(model, rows, chosen, tok, s, k, *key):
+    """s.group sampled rollouts of each chosen row about k candidates, from one prefill, by the real decoder -> prompts,
+    groups of sample.Rollout. Noise is keyed by (key, row, rollout)."""
+    prompts = [rows[i][0] for i in chosen]
+    seeds = [int(generator(*key, i, g).initial_seed()) for i in chosen for g in range(s.group)]
+    flat = Decoder(model, prompts, tok, s.block_len, s.tau, longest_output(k), s.temperature, seeds, copies=s.group).run()
+    return prompts, [flat[i:i + s.group] for i in range(0, len(flat), s.group)]
+
+
 # === Machine ==========================================================================================================
 
 def matmul_rate(device, dtype, seconds=0.15):
@@ -209,6 +218,10 @@ def pick_dtype(s):
     if s.dtype == "auto":
         s.dtype = "bfloat16" if rates[torch.bfloat16] > 1.2 * rates[torch.float32] and s.device != "mps" else "float32"
     return rates[getattr(torch, s.dtype)]
+
+
+def autocast(s):
+    return torch.autocast(s.device.split(":")[0], dtype=torch.bfloat16, enabled=s.dtype == "bfloat16")
 
 
 # === Checkpoints ======================================================================================================
@@ -267,10 +280,14 @@ def weights(out, preset, name):
     return None
 
 
+def maker(name):
+    """The module that makes weights of this name."""
+    return {"ar_sft": "train_ar", "cft_rl": "train_rl"}.get(name, f"train_{name}")
+
+
 def remedy(s, name):
     """What to do about weights that cannot be used."""
-    module = {"ar_sft": "train_ar", "cft_rl": "train_rl"}.get(name, f"train_{name}")
-    return f"make it again: python {module}.py --preset {s.preset} --out {s.out}"
+    return f"make it again: python {maker(name)}.py --preset {s.preset} --out {s.out}"
 
 
 NEEDED = []                                                         # stages that run because a later one needs them
@@ -279,7 +296,7 @@ NEEDED = []                                                         # stages tha
 def need(s, name):
     """See to it that the weights a stage starts from are in its folder: they are there, or come with the clone, or the
     stage that makes them is run first, or gone on with where it was stopped."""
-    module = "train_ar" if name == "ar_sft" else f"train_{name}"
+    module = f"train_{name}" if name == "cft_rl" else maker(name)   # no stage makes cft_rl by itself
     flags = ["--preset", s.preset, "--out", s.out, "--seed", str(s.seed), "--device", s.device]
     path = weights(s.out, s.preset, name)
     if path and path.parent != Path(s.out):
@@ -332,7 +349,7 @@ class Run:
         self.opt = torch.optim.AdamW([{"params": matrices, "weight_decay": s.decay},
                                       {"params": vectors, "weight_decay": 0.0}],
                                      lr=s.lr, betas=(0.9, 0.95), fused=True)
-        self.step, self.best, self.best_step, self.seconds, self.stop = 0, -math.inf, -1, 0.0, False
+        self.step, self.best, self.seconds, self.stop = 0, -math.inf, 0.0, False
         if s.resume:
             self.restore()                                          # and with it the dtype
         self.rate = pick_dtype(s)
@@ -353,8 +370,7 @@ class Run:
         self.s.dtype = state["settings"]["dtype"]
         self.model.load_state_dict(state["model"])
         self.opt.load_state_dict(state["opt"])
-        self.step, self.best, self.best_step, self.seconds = (
-            state["step"], state["best"], state["best_step"], state["seconds"])
+        self.step, self.best, self.seconds = state["step"], state["best"], state["seconds"]
         print(f"resumed {self.name} at step {self.step} of {self.s.steps}")
 
     def lr(self, step):
@@ -366,7 +382,7 @@ class Run:
 
     def save_state(self):
         save(self.state_file, {"model": self.model.state_dict(), "opt": self.opt.state_dict(), "step": self.step,
-                               "best": self.best, "best_step": self.best_step, "seconds": self.seconds,
+                               "best": self.best, "seconds": self.seconds,
                                "settings": asdict(self.s), "fingerprint": self.summary["fingerprint"]})
 
     def save_product(self, found):
@@ -379,15 +395,14 @@ class Run:
             f.write(json.dumps({"step": self.step, **values}) + "\n")
 
     def autocast(self):
-        return torch.autocast(self.s.device.split(":")[0], dtype=torch.bfloat16, enabled=self.s.dtype == "bfloat16")
+        return autocast(self.s)
 
     def train(self, batch_loss, validate, flops):
         """flops(tokens) -> floating-point operations of training on them, for the share of the measured rate."""
         s = self.s
-        rate = self.rate
         body, embedding = self.model.size()
         print(f"{self.name}: {body / 1e6:.2f}M parameters in the layers, {embedding / 1e6:.2f}M in the embedding; "
-              f"{s.device}, {s.dtype}, {rate / 1e9:.0f} GFLOP/s in a matrix product; {s.steps} steps of {s.batch} rows")
+              f"{s.device}, {s.dtype}, {self.rate / 1e9:.0f} GFLOP/s in a matrix product; {s.steps} steps of {s.batch} rows")
         old = signal.signal(signal.SIGINT, self.interrupt)
         bar = tqdm(total=s.steps, initial=self.step, desc=self.name, mininterval=1.0, dynamic_ncols=True)
         seen, mark, losses = 0, time.time(), []
@@ -416,7 +431,7 @@ class Run:
                 bar.update()
                 if self.step % s.log_every == 0 or self.step == s.steps:
                     took = time.time() - mark
-                    mfu = flops(seen) / took / rate
+                    mfu = flops(seen) / took / self.rate
                     bar.set_postfix(loss=f"{sum(losses) / len(losses):.3f}", tok_s=f"{seen / took:,.0f}", refresh=False)
                     self.log(loss=sum(losses) / len(losses), lr=self.lr(self.step - 1), grad_norm=float(norm),
                              tokens_per_s=seen / took, matmul_share=mfu, seconds=self.seconds)
@@ -445,7 +460,7 @@ class Run:
         self.log(**{f"valid_{k}": v for k, v in found.items()})
         tqdm.write(f"step {self.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in found.items() if isinstance(v, float)))
         if found["score"] > self.best - NOISE:
-            self.best, self.best_step = max(found["score"], self.best), self.step
+            self.best = max(found["score"], self.best)
             self.save_product(found)
 
     def interrupt(self, *_):

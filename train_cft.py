@@ -12,8 +12,8 @@ Loss: for a prompt p and output x, hide targets H (diffusion.draw_hidden) in two
 
     sum_{i in H} w_i * -log p(x_i | p, finished blocks before i's, the visible part of i's block) / sum_{i in H} w_i
 
-with the two views complementary, so that each target is hidden exactly once and no 1/t weight is needed. A step costs
-(P + 3R)/(P + R) of an AR step on the same rows. Left out: the paper's epochs over a fixed set (we count steps), and any
+with the two views complementary, so that each target is hidden exactly once and no 1/t weight is needed. A step has
+(P + 3R)/(P + R) times the tokens of an AR step on the same rows. Left out: the paper's epochs over a fixed set (we count steps), and any
 noise level as an input to the network.
 """
 from dataclasses import dataclass
@@ -61,8 +61,6 @@ def same_at_block_length_one(model, tok, row, device):
 
 def main(argv=None):
     s = stage.settings(CFTSettings, PRESETS, __doc__, argv)
-    if s.block_len < 1:
-        raise stage.UserError(f"--block-len {s.block_len}: at least 1 (1 is the AR model)")
     if s.schedule not in diffusion.SCHEDULES:
         raise stage.UserError(f"--schedule {s.schedule}: one of {', '.join(diffusion.SCHEDULES)}")
     sample.check_settings(s.block_len, s.tau)
@@ -82,7 +80,7 @@ def main(argv=None):
     lengths = np.add(rows.lengths()[0], 3 * rows.lengths()[1])
     stage.check_fits(model.cfg, rows, s.block_len, k)
 
-    # === 2. A step: hide, pack, score ===================================================================
+    # === 2. A step: hide, score =========================================================================
     def micro_batches(chosen, draw):
         """Rows and a generator -> [(forward, weight)]. One draw for the whole batch, then micro-batches: how a batch
         is split does not change which targets are hidden."""

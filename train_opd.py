@@ -27,7 +27,6 @@ import evaluate
 import sample
 import stage
 from data import prepare
-from data.dataset import longest_output
 from stage import flag
 
 KINDS = ("forward", "reverse", "jsd")
@@ -102,12 +101,8 @@ def main(argv=None):
     run = stage.Run(s.name, s, model, tok, summary)
 
     def roll_out(rows, chosen, *key):
-        """-> [(prompt, rollout)], `group` for each chosen row, from one prefill; noise keyed by (key, row, rollout)."""
-        prompts = [rows[i][0] for i in chosen]
-        seeds = [int(stage.generator(*key, i, g).initial_seed()) for i in chosen for g in range(s.group)]
-        done = sample.Decoder(model, prompts, tok, s.block_len, s.tau, longest_output(k), s.temperature, seeds,
-                              copies=s.group).run()
-        return [(prompts[i // s.group], r) for i, r in enumerate(done)]
+        prompts, groups = stage.roll_out(model, rows, chosen, tok, s, k, *key)
+        return [(prompt, r) for prompt, group in zip(prompts, groups) for r in group]
 
     def micro_batches(pairs):
         """One denominator over all: the weights are known before any forward is scored."""

@@ -33,7 +33,6 @@ import ranking
 import sample
 import stage
 from data import prepare
-from data.dataset import longest_output
 from stage import flag
 
 
@@ -93,31 +92,26 @@ class Batch:
     prompts: list             # groups
     rollouts: list            # groups x G
     rewards: torch.Tensor     # (groups, G)
+    parts: list               # groups x G, the same as dicts
     parsed: list              # groups x G
     targets: list
-    counts: list
 
 
 def roll_out(model, rows, chosen, tok, s, step, k):
-    """G rollouts of each chosen row, from one prefill. Noise is keyed by (seed, step, row, rollout)."""
-    prompts, targets = [rows[i][0] for i in chosen], [int(rows.target[i]) for i in chosen]
-    counts = [int(rows.n[i]) for i in chosen]
-    seeds = [int(stage.generator(s.seed, step, i, g).initial_seed()) for i in chosen for g in range(s.group)]
-    flat = sample.Decoder(model, prompts, tok, s.block_len, s.tau, longest_output(k), s.temperature, seeds,
-                          copies=s.group).run()
-    rollouts = [flat[i:i + s.group] for i in range(0, len(flat), s.group)]
+    """G rollouts of each chosen row, judged. Noise is keyed by (seed, step, row, rollout)."""
+    targets, counts = [int(rows.target[i]) for i in chosen], [int(rows.n[i]) for i in chosen]
+    prompts, rollouts = stage.roll_out(model, rows, chosen, tok, s, k, s.seed, step)
     parsed = [[ranking.parse(r.tokens, tok, n) for r in group] for group, n in zip(rollouts, counts)]
-    rewards = torch.tensor([[ranking.reward(p, t, n)["total"] for p in group]
-                            for group, t, n in zip(parsed, targets, counts)])
-    return Batch(step, prompts, rollouts, rewards, parsed, targets, counts)
+    parts = [[ranking.reward(p, t, n) for p in group] for group, t, n in zip(parsed, targets, counts)]
+    rewards = torch.tensor([[x["total"] for x in group] for group in parts])
+    return Batch(step, prompts, rollouts, rewards, parts, parsed, targets)
 
 
 def describe(b, kept):
     """What to watch beside the loss: parts of the reward, failures by kind, copies (apart for users whose input order
     was already best), forwards."""
-    flat = [(p, t, n) for group, t, n in zip(b.parsed, b.targets, b.counts) for p in group]
-    parts = [ranking.reward(p, t, n) for p, t, n in flat]
-    copies = [(ranking.copied(p), t == 0) for p, t, _ in flat]
+    flat, parts = [p for group in b.parsed for p in group], [x for group in b.parts for x in group]
+    copies = [(ranking.copied(p), t == 0) for group, t in zip(b.parsed, b.targets) for p in group]
     runs = [r for group in b.rollouts for r in group]
 
     def share(values):
@@ -125,8 +119,8 @@ def describe(b, kept):
 
     return {"reward": float(b.rewards.mean()), **{f"reward_{k}": share([x[k] for x in parts])
                                                   for k in ("rank", "format", "invalid")},
-            "dropped_groups": int((~kept).sum()), "valid": share([p.failure is None for p, _, _ in flat]),
-            "failures": {f: n for f in ranking.FAILURES if (n := sum(p.failure == f for p, _, _ in flat))},
+            "dropped_groups": int((~kept).sum()), "valid": share([p.failure is None for p in flat]),
+            "failures": {f: n for f in ranking.FAILURES if (n := sum(p.failure == f for p in flat))},
             "copy_rate_target_first": share([c for c, first in copies if first]),
             "copy_rate_target_later": share([c for c, first in copies if not first]),
             "tokens_per_nfe": sum(len(r.tokens) for r in runs) / sum(r.nfe for r in runs)}

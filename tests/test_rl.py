@@ -50,7 +50,8 @@ def batch(model, rows, tok):
 def test_rollouts_are_judged_and_kept(batch, tok):
     """Four a prompt, all different, of this policy's version; what is no permutation has -1 and is still there."""
     assert batch.version == 7 and batch.rewards.shape == (3, 4)
-    for group, parsed, rewards, n, t in zip(batch.rollouts, batch.parsed, batch.rewards, batch.counts, batch.targets):
+    counts = ranking.shown_counts(batch.prompts, tok)
+    for group, parsed, rewards, n, t in zip(batch.rollouts, batch.parsed, batch.rewards, counts, batch.targets):
         assert len({tuple(r.tokens) for r in group}) > 1
         for r, p, reward in zip(group, parsed, rewards):
             assert p == ranking.parse(r.tokens, tok, n)
