@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import checkpoint
 import diffusion
 import ranking
 import sample
@@ -92,9 +93,9 @@ def ladder(s, folder, tok, summary, systems, autocast):
            ranking.order_row("floor", [list(range(n)) for n in counts], targets),
            ranking.ladder_row("teacher", prompts, [sample.Rollout(o) for o in written], targets, tok, k)]
     for system, name, block_len, tau in systems:
-        path = stage.weights(s.out, s.preset, name) or Path(s.out) / f"{name}.pt"
-        model, state = stage.load_model(path, tok, summary, stage.remedy(s, name), s.device)
-        block_len = block_len or stage.block_len(state)
+        path = checkpoint.weights(s.out, s.preset, name) or Path(s.out) / f"{name}.pt"
+        model, state = checkpoint.load_model(path, tok, summary, checkpoint.remedy(s, name), s.device)
+        block_len = block_len or checkpoint.block_len(state)
         if system == "naive":
             diffusion.convert(model, tok)
         with autocast, tqdm(total=len(hits), desc=f"{system} {tau or ''}", leave=False, disable=None) as bar:
@@ -224,7 +225,7 @@ def sweeps(s, folder, tok, summary, ar, student):
 
 def show_stage(s, folder, tok, summary, systems, autocast):
     """The ladder at the end of a stage that was run for its own sake, not because a later one needed it."""
-    if not stage.NEEDED:
+    if not checkpoint.NEEDED:
         rows = ladder(s, folder, tok, summary, systems, autocast)
         print(f"\nTest: {rows[0]['n']:,} users whose next purchase is among the {summary['config']['candidates']} candidates")
         ranking.show_ladder(rows, summary["hit_test"])
@@ -275,7 +276,7 @@ def figures(folder, results):
         if rows := results.get("sweeps", {}).get(name):
             draw(folder / f"sweep_{name}.svg", f"speed-up at tau 0.9 by {name}", key, "speed-up",
                  {"diffusion": [(r[key], r["speedup"]) for r in rows]})
-    for name in stage.NAMES:
+    for name in checkpoint.NAMES:
         if (log := folder / f"{name}.jsonl").exists():
             lines = [json.loads(line) for line in log.read_text().splitlines()]
             for key in CURVES:
@@ -287,23 +288,23 @@ def figures(folder, results):
 def main(argv=None):
     s = stage.settings(EvalSettings, {}, __doc__, argv)
     if s.only not in ("", "ladder", "frontier", "sweeps"):
-        raise stage.UserError(f"--only {s.only}: ladder, frontier or sweeps")
+        raise checkpoint.UserError(f"--only {s.only}: ladder, frontier or sweeps")
     sample.check_settings(1 if s.block_len is None else s.block_len, 1.0)
     if s.threads:
         torch.set_num_threads(s.threads)
     folder, tok, summary = stage.load_data(s)
-    students = stage.students(s.out, s.preset)
+    students = checkpoint.students(s.out, s.preset)
     student = s.student or (students[-1] if students else "")
     if s.student and s.student not in students:
-        raise stage.UserError(f"--student {s.student}: there is no {s.out}/{s.student}.pt; there are: {', '.join(students) or 'none'}")
-    if not stage.weights(s.out, s.preset, "ar"):
-        raise stage.UserError(f"no weights in {s.out}; train them: python train_ar.py --preset {s.preset}")
-    print("weights: " + ", ".join(str(p) for n in stage.NAMES if (p := stage.weights(s.out, s.preset, n))))
+        raise checkpoint.UserError(f"--student {s.student}: there is no {s.out}/{s.student}.pt; there are: {', '.join(students) or 'none'}")
+    if not checkpoint.weights(s.out, s.preset, "ar"):
+        raise checkpoint.no_weights(s)
+    print("weights: " + ", ".join(str(p) for n in checkpoint.NAMES if (p := checkpoint.weights(s.out, s.preset, n))))
     file = Path(s.out) / "results.json"
     results = json.loads(file.read_text()) if file.exists() else {}
     results |= {"preset": s.preset, "seed": s.seed, "device": s.device, "n_users": summary["test_users_with_hit"]}
     if s.only in ("", "ladder"):
-        systems = [(name, name, 1, None) for name in ("ar_sft", "ar") if stage.weights(s.out, s.preset, name)]
+        systems = [(name, name, 1, None) for name in ("ar_sft", "ar") if checkpoint.weights(s.out, s.preset, name)]
         systems += [("naive", "ar", s.block_len or 32, 0.9)] * bool(students)
         systems += [(name, name, s.block_len, tau) for name in students for tau in (1.0, 0.9)]
         stage.pick_dtype(s)
@@ -314,9 +315,9 @@ def main(argv=None):
     if s.only in ("", "frontier", "sweeps") and not student:
         print(f"\nno frontier: {s.out} has no diffusion weights; train them with python train_cft.py --preset {s.preset}")
     elif s.only != "ladder":
-        (ar, _), (model, state) = (stage.load_model(stage.weights(s.out, s.preset, n), tok, summary, stage.remedy(s, n),
+        (ar, _), (model, state) = (checkpoint.load_model(checkpoint.weights(s.out, s.preset, n), tok, summary, checkpoint.remedy(s, n),
                                                     s.device) for n in ("ar", student))
-        s.block_len = s.block_len or stage.block_len(state)
+        s.block_len = s.block_len or checkpoint.block_len(state)
         rows, ar, model = frontier(s, folder, tok, summary, ar, model)
         print(f"\nFrontier of {student}: batch 1, {s.device}, {torch.get_num_threads()} threads; "
               f"accuracy of {rows[0]['users']:,} users; time of {s.time_users}, median of {s.repeats} repeats")

@@ -33,9 +33,10 @@ class ModelConfig:
 class KVCache:
     """Keys and values of all layers, allocated once: k[l], v[l] are (rows, heads, capacity, head_dim).
 
-    `at(slots, used)` says where the next forward writes and how many slots it may read. With an int, tokens go to
+    `at(slots, used, some)` says where the next forward writes and how many slots it may read. With an int, tokens go to
     slots..slots+n-1 in every row (a plain copy); with a (rows, n) tensor, each row has places of its own (a scatter):
-    rows of a batch need not be at the same block. Writing over a slot is how a canvas is replaced at each step.
+    rows of a batch need not be at the same block. Writing over a slot is how a canvas is replaced at each step. The
+    forward's rows are all rows of the cache, or `some` (m,) of them.
     """
 
     def __init__(self, cfg, rows, capacity, device="cpu", dtype=torch.float32):
@@ -44,20 +45,23 @@ class KVCache:
         self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.capacity = capacity
 
-    def at(self, slots, used):
+    def at(self, slots, used, some=None):
         if used > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} slots, {used} were asked for")
-        self.slots, self.used = slots, used
+        self.slots, self.used, self.some = slots, used, some
         return self
 
     def update(self, layer, k, v):
         """Write k, v (rows, heads, n, head_dim) at the slots; return all `used` keys and values of the layer."""
         for store, new in ((self.k[layer], k), (self.v[layer], v)):
-            if isinstance(self.slots, int):
+            if self.some is not None:
+                store[self.some[:, None], :, self.slots] = new.transpose(1, 2).to(store.dtype)      # (m, n, heads, head_dim)
+            elif isinstance(self.slots, int):
                 store[:, :, self.slots:self.slots + new.shape[2]] = new
             else:
                 store.scatter_(2, self.slots[:, None, :, None].expand_as(new), new.to(store.dtype))
-        return self.k[layer][:, :, :self.used], self.v[layer][:, :, :self.used]
+        rows = slice(None) if self.some is None else self.some
+        return self.k[layer][rows, :, :self.used], self.v[layer][rows, :, :self.used]
 
     def keep(self, rows):
         """Drop the finished rows of a batch: `rows` are the indices that stay."""

@@ -23,7 +23,9 @@ from pathlib import Path
 
 import torch
 
+import checkpoint
 import diffusion
+from checkpoint import UserError
 from model import KVCache
 
 
@@ -41,23 +43,29 @@ class Rollout:
     nfe: int = 0
 
 
-def choose(logits, temperature, generators):
-    """Candidate token for each position. logits (n, B, vocab) -> tokens (n, B), confidence (n, B), log-prob (n, B).
+def choose(logits, open_, tau, temperature=0.0, generators=None):
+    """One step's decisions. logits (n, B, vocab), open_ (n, B) -> what to commit now (n, B), token and log-prob (n, B).
 
-    Greedy at temperature 0 (nothing is divided). Otherwise softmax(logits / T) by the Gumbel trick, with float64
-    noise from each row's own generator: float32 uniforms stop at 2^-24 and cut the tail off. Confidence is the top
-    probability, without noise, at the temperature of the draw: *when* a position is committed then follows from the
-    canvas alone. Were it the probability of the token drawn, a position would wait until it has drawn a likely one,
-    and outputs would not be samples from the distribution that their log-probabilities say.
+    Confidence is the top probability, at the temperature of the draw, and not the probability of the token drawn:
+    *when* a position is committed then follows from the canvas alone. Otherwise a position would wait until it has
+    drawn a likely token, and outputs would not be samples from the distribution that their log-probabilities say. So
+    the commit rule comes first, and only what is committed is drawn. Greedy at temperature 0 (nothing is divided).
     """
     logp = (logits / temperature if temperature else logits).log_softmax(-1)
+    best, token = logp.max(-1)                                                          # (n, B)
+    now = diffusion.commit(best.exp(), open_, tau)
     if temperature:
-        noise = torch.stack([torch.rand(logits.shape[1:], generator=g, dtype=torch.float64) for g in generators])
-        gumbel = -torch.log(-torch.log(noise.clamp(min=1e-300)))
-        token = (logp.double() + gumbel.to(logp.device)).argmax(-1)
-    else:
-        token = logp.argmax(-1)
-    return token, logp.amax(-1).exp(), logp.gather(-1, token[..., None]).squeeze(-1)
+        noise = torch.stack([torch.rand(logits.shape[1], generator=g, dtype=torch.float64) for g in generators])
+        token[now] = draw(logp[now], noise.to(logp.device)[now])
+        best = logp.gather(-1, token[..., None]).squeeze(-1)
+    return now, token, best
+
+
+def draw(logp, uniform):
+    """Tokens (m,) from log-probabilities (m, vocab) and uniform numbers (m,) in [0, 1): the first token at which the
+    cumulated probability reaches 1 - u. In float64: a float32 uniform is a multiple of 2^-24, and cuts the tail off."""
+    reached = logp.double().exp().cumsum(-1)
+    return torch.searchsorted(reached, ((1 - uniform) * reached[:, -1])[:, None])[:, 0]   # never one of probability 0
 
 
 class Decoder:
@@ -66,7 +74,7 @@ class Decoder:
 
     Rows advance independently: each has its own block number, and with it its own place in the cache. Slots: prompts
     are left-padded to P' (the last prompt token is the first input, so it is not among them), output input u_i lives
-    in slot P' + i, and B spare slots at the end take what a row without a previous block would write.
+    in slot P' + i.
     """
 
     @torch.inference_mode()
@@ -78,17 +86,15 @@ class Decoder:
         self.blocks = -(-max_len // block_len)                      # most blocks of an output
         length = self.blocks * block_len
         if min(map(len, prompts)) < 2:
-            raise SettingsError("a prompt needs at least two tokens: one to look at and one to continue")
+            raise UserError("a prompt needs at least two tokens: one to look at and one to continue")
         prompt, there = diffusion.pad_prompts(prompts, tok.pad)
         if int(there.sum(1).max()) - 1 + length > model.cfg.ctx_len:
-            raise SettingsError(f"a prompt of {int(there.sum(1).max())} tokens and {length} of output do not fit ctx_len "
+            raise UserError(f"a prompt of {int(there.sum(1).max())} tokens and {length} of output do not fit ctx_len "
                              f"{model.cfg.ctx_len}; fewer history items or a model with a longer context will")
         self.p, self.there, self.padded = prompt.shape[1] - 1, there[:, :-1].to(self.dev), not bool(there.all())
         self.real = self.there.sum(1)                               # (n,) prompt tokens in the cache
-        # Block number of every slot; the spare slots are beyond any block.
-        self.slot_block = torch.cat((torch.arange(self.p) - self.p, torch.arange(length) // block_len,
-                                     torch.full((block_len,), self.blocks + 1))).to(self.dev)
-        self.cache = KVCache(model.cfg, n, self.p + length + block_len, self.dev, next(model.blocks.parameters()).dtype)
+        self.slot_block = torch.cat((torch.arange(self.p) - self.p, torch.arange(length) // block_len)).to(self.dev)
+        self.cache = KVCache(model.cfg, n, self.p + length, self.dev, next(model.blocks.parameters()).dtype)
         self.prefill(prompt[:, :-1].to(self.dev))
         group = torch.arange(n, device=self.dev).repeat_interleave(copies)
         if copies > 1:
@@ -96,7 +102,7 @@ class Decoder:
         self.there, self.real, n = self.there[group], self.real[group], n * copies
         self.first = prompt[:, -1].to(self.dev)[group]              # the real token that opens the active block
         # Slots that may be looked at: all but those that hold pads.
-        self.key_there = torch.cat((self.there, torch.ones(n, length + block_len, dtype=torch.bool, device=self.dev)), 1)
+        self.key_there = torch.cat((self.there, torch.ones(n, length, dtype=torch.bool, device=self.dev)), 1)
         self.offset = torch.arange(block_len, device=self.dev)
         self.generators = [torch.Generator().manual_seed(s) for s in seeds] if temperature else None
         self.rows = list(range(n))                                  # which output each row of the batch belongs to
@@ -126,41 +132,43 @@ class Decoder:
         return diffusion.canvas(torch.cat((self.first[:, None], self.tokens[:, :-1]), 1), self.open, self.tok.mask, self.b)
 
     def forward(self):
-        """One forward of all rows -> logits of the active block (n, B, vocab).
+        """One step's forward -> logits of the active block (n, B, vocab).
 
-        If any row's last block is still without clean keys and values, the input is [last block | active block].
-        Rows that do not need the first half feed it again, which rewrites the same values; in block 0 there is no
-        last block, and the half goes to the spare slots.
+        Before it, the last block must have keys and values from its clean tokens. Where every row still lacks them, as
+        at batch 1 after each block, the input is [last block | active block], and they cost no pass of their own. Rows
+        of a larger batch finish at different steps: the few that just did have a small forward for themselves, which
+        costs less than giving all rows twice the tokens.
         """
         inputs, q_block = self.canvas(), self.block[:, None].expand(-1, self.b)
-        if fused := bool(self.pending.any()):
-            inputs = torch.cat((self.before, inputs), 1)                                # (n, 2B)
-            q_block = torch.cat((q_block - 1, q_block), 1)
-        lengths = q_block.shape[1]
-        at = q_block * self.b + self.offset.repeat(lengths // self.b)                   # (n, B or 2B) index in output
-        last = int(self.block.max())
-        together = bool((self.block == last).all())                                     # all rows at the same block
-        if together and not (fused and last == 0):
-            slots, used = self.p + last * self.b - (self.b if fused else 0), self.p + (last + 1) * self.b
-        else:
-            spare = self.cache.capacity - self.b + self.offset.repeat(lengths // self.b)
-            slots, used = torch.where(at >= 0, self.p + at, spare), self.cache.capacity
+        if bool(self.pending.all()):
+            inputs, q_block = torch.cat((self.before, inputs), 1), torch.cat((q_block - 1, q_block), 1)     # (n, 2B)
+        elif bool(self.pending.any()):
+            rows = self.pending.nonzero().flatten()
+            self.read(self.before[rows], q_block[rows] - 1, rows)
+        return diffusion.output_logits(self.model, self.read(inputs, q_block)[:, -self.b:], self.tok)
+
+    def read(self, inputs, q_block, rows=None):
+        """Inputs (m, q) and their block numbers (m, q), of all rows or of `rows` (m,), through the model against the
+        cache -> hidden states (m, q, width). They are written to their own slots of the cache."""
+        some = slice(None) if rows is None else rows
+        at = q_block * self.b + self.offset.repeat(inputs.shape[1] // self.b)           # (m, q) index in the output
+        together = rows is None and bool((q_block == q_block[:1]).all())                # all rows at the same block
+        used = self.p + (int(q_block.max()) + 1) * self.b
         mask = None
-        if fused or not together:
-            mask = self.slot_block[:used] <= q_block[..., None]                         # one occupant a slot: the rule
-            mask = (mask & self.key_there[:, None, :used])[:, None]                     # (n, 1, q, used)
+        if not together or inputs.shape[1] > self.b:
+            mask = diffusion.may_look(q_block, self.slot_block[:used])                  # one occupant a slot: the rule
+            mask = (mask & self.key_there[some, None, :used])[:, None]                  # (m, 1, q, used)
         elif self.padded:
             mask = self.key_there[:, None, None, :used]
-        hidden = self.model(inputs, (self.real[:, None] + at).clamp(min=0), mask, self.cache.at(slots, used))
-        return diffusion.output_logits(self.model, hidden[:, -self.b:], self.tok)
+        slots = used - inputs.shape[1] if together else self.p + at
+        return self.model(inputs, self.real[some, None] + at, mask, self.cache.at(slots, used, rows))
 
     def advance(self):
         """One step: forward, commit, and on to the next block where one is finished."""
         was_clean = ~self.open[:, :-1].any(1)                       # the canvas of this forward held no <mask>
         logits = self.forward()
         self.pending.zero_()
-        token, confidence, logp = choose(logits, self.temperature, self.generators)
-        now = diffusion.commit(confidence, self.open, self.tau)                         # (n, B)
+        now, token, logp = choose(logits, self.open, self.tau, self.temperature, self.generators)   # (n, B) each
         self.tokens = torch.where(now, token, self.tokens)
         self.logp = torch.where(now, logp, self.logp)
         self.step = torch.where(now, self.nth[:, None], self.step)
@@ -220,17 +228,13 @@ class Decoder:
         return self.out
 
 
-class SettingsError(ValueError):
-    """A block length, threshold, temperature or prompt that cannot be decoded with."""
-
-
 def check_settings(block_len, tau, temperature=0.0):
     if block_len < 1:
-        raise SettingsError(f"block length {block_len}: at least 1 (1 is the AR decoder)")
+        raise UserError(f"block length {block_len}: at least 1 (1 is the AR decoder)")
     if not 0 < tau <= 1:
-        raise SettingsError(f"tau {tau}: a probability, above 0 and up to 1")
+        raise UserError(f"tau {tau}: a probability, above 0 and up to 1")
     if temperature < 0:
-        raise SettingsError(f"temperature {temperature}: 0 (greedy) or above")
+        raise UserError(f"temperature {temperature}: 0 (greedy) or above")
 
 
 def decode(model, prompts, tok, block_len=1, tau=1.0, max_len=128, temperature=0.0, seeds=None, batch=128, bar=None):
@@ -306,54 +310,53 @@ def main(argv=None):
     ap.add_argument("--json", action="store_true", help="one JSON object instead of text")
     s = ap.parse_args(argv)
     s.out, s.data = s.out or f"out/{s.preset}", ""
-    try:
-        check_settings(1 if s.block_len is None else s.block_len, s.tau, s.temperature)
-        stage.check_device(s.device)
-        if not any(Path(s.out).glob("*.pt")) and not (stage.SHIPPED / s.preset).exists():
-            raise stage.UserError(f"no weights in {s.out}: train them with python train_ar.py --preset {s.preset}")
-        with quiet(s.json):
-            folder, tok, summary = stage.load_data(s)
-        split = amazon.load(summary["config"]["data"])
-        rows = prepare.Rows(folder / "test.npz")
-        names = [split.user[u] for u in rows.arrays["user"]]
-        if str(s.user) not in names:
-            raise stage.UserError(f"no user {s.user}: numbers run from 0 to {len(split.user) - 1}, and a user needs "
-                                  "enough purchases to have a test row")
-        models = []
-        student = s.student or (stage.students(s.out, s.preset) or ["cft"])[-1]
-        if s.student and not stage.weights(s.out, s.preset, s.student):
-            raise stage.UserError(f"--student {s.student}: there is no {s.out}/{s.student}.pt")
-        for name in ("ar", student):
-            path = stage.weights(s.out, s.preset, name)
-            if path:
-                model, state = stage.load_model(path, tok, summary, stage.remedy(s, name), s.device)
-                models.append((name, 1 if name == "ar" else s.block_len or stage.block_len(state), model))
-        if not models:
-            raise stage.UserError(f"no weights in {s.out}: train them with python train_ar.py --preset {s.preset}")
-        r = names.index(str(s.user))
-        prompt, target, n = rows[r][0], int(rows.target[r]), int(rows.n[r])
-        result = {"user": s.user, "history": [split.title[i] for i in rows.arrays["history"][r][::-1] if i >= 0],
-                  "candidates": [split.title[i] for i in rows.arrays["item"][r] if i >= 0],
-                  "target": target if target >= 0 else None, "modes": []}
+    check_settings(1 if s.block_len is None else s.block_len, s.tau, s.temperature)
+    stage.check_device(s.device)
+    if not any(Path(s.out).glob("*.pt")) and not (checkpoint.SHIPPED / s.preset).exists():
+        raise checkpoint.no_weights(s)
+    with quiet(s.json):
+        folder, tok, summary = stage.load_data(s)
+    split = amazon.load(summary["config"]["data"])
+    rows = prepare.Rows(folder / "test.npz")
+    names = [split.user[u] for u in rows.arrays["user"]]
+    if str(s.user) not in names:
+        raise UserError(f"no user {s.user}: numbers run from 0 to {len(split.user) - 1}, and a user needs enough "
+                        "purchases to have a test row")
+    models = []
+    student = s.student or (checkpoint.students(s.out, s.preset) or ["cft"])[-1]
+    if s.student and not checkpoint.weights(s.out, s.preset, s.student):
+        raise UserError(f"--student {s.student}: there is no {s.out}/{s.student}.pt")
+    for name in ("ar", student):
+        path = checkpoint.weights(s.out, s.preset, name)
+        if path:
+            model, state = checkpoint.load_model(path, tok, summary, checkpoint.remedy(s, name), s.device)
+            models.append((name, 1 if name == "ar" else s.block_len or checkpoint.block_len(state), model))
+    if not models:
+        raise checkpoint.no_weights(s)
+    r = names.index(str(s.user))
+    prompt, target, n = rows[r][0], int(rows.target[r]), int(rows.n[r])
+    result = {"user": s.user, "history": [split.title[i] for i in rows.arrays["history"][r][::-1] if i >= 0],
+              "candidates": [split.title[i] for i in rows.arrays["item"][r] if i >= 0],
+              "target": target if target >= 0 else None, "modes": []}
+    if not s.json:
+        show_user(result)
+        print("\n" + tok.text(prompt) if s.prompt else "", end="\n" if s.prompt else "")
+    for mode, block_len, model in models:
+        max_len = longest_output(summary["config"]["candidates"])
+        if s.watch and not s.json:
+            print(f"\n--- {mode} ---")
+            watched = Decoder(model, [prompt], tok, block_len, s.tau, max_len, s.temperature, [s.seed])
+            watched.run(watcher(tok, sys.stdout))
+        for _ in range(2):                                          # the first time warms up
+            [out], seconds, whole = timed(model, [prompt], tok, block_len, s.tau, max_len, s.temperature, [s.seed])
+        parsed = ranking.parse(out.tokens, tok, n)
+        result["modes"].append({
+            "mode": mode, "block_len": block_len, "tau": s.tau if block_len > 1 else None,
+            "reasoning": tok.text(out.tokens), "order": parsed.order, "failure": parsed.failure,
+            "nfe": out.nfe, "tokens": len(out.tokens),
+            "tok_s": len(out.tokens) / seconds, "tok_s_end_to_end": len(out.tokens) / whole})
         if not s.json:
-            show_user(result)
-            print("\n" + tok.text(prompt) if s.prompt else "", end="\n" if s.prompt else "")
-        for mode, block_len, model in models:
-            max_len = longest_output(summary["config"]["candidates"])
-            if s.watch and not s.json:
-                print(f"\n--- {mode} ---")
-                Decoder(model, [prompt], tok, block_len, s.tau, max_len, s.temperature, [s.seed]).run(watcher(tok, sys.stdout))
-            for _ in range(2):                                      # the first time warms up
-                [out], seconds, whole = timed(model, [prompt], tok, block_len, s.tau, max_len, s.temperature, [s.seed])
-            parsed = ranking.parse(out.tokens, tok, n)
-            result["modes"].append({
-                "mode": mode, "block_len": block_len, "tau": s.tau if block_len > 1 else None, "reasoning": tok.text(out.tokens),
-                "order": parsed.order, "failure": parsed.failure, "nfe": out.nfe, "tokens": len(out.tokens),
-                "tok_s": len(out.tokens) / seconds, "tok_s_end_to_end": len(out.tokens) / whole})
-            if not s.json:
-                show_mode(result, result["modes"][-1], s.watch)
-    except SettingsError as e:
-        raise stage.UserError(str(e))
+            show_mode(result, result["modes"][-1], s.watch)
     if s.json:
         print(json.dumps(result, indent=1))
 

@@ -8,12 +8,9 @@ Resume is exact: the data order is a function of (seed, step), every other draw 
 a kill, and ten more, bit for bit on a CPU (tests/test_stage.py; for RL see there).
 """
 import argparse
-import importlib
 import json
 import math
-import os
 import shlex
-import shutil
 import signal
 import sys
 import time
@@ -24,27 +21,20 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import checkpoint
+from checkpoint import UserError
 from data import prepare
 from data.amazon import DataError
 from data.dataset import longest_output
 from data.prepare import flag
 from data.tokenizer import Tokenizer
-from model import ModelConfig, Transformer
-from sample import Decoder, SettingsError
+from sample import Decoder
 
 MODELS = {
     "mini": dict(width=128, layers=4, heads=4, ctx_len=192),
     "small": dict(width=192, layers=4, heads=4, ctx_len=256),
     "beauty": dict(width=512, layers=10, heads=8, ctx_len=640),
 }
-
-
-NAMES = ("ar_sft", "ar", "cft", "opd", "cft_rl", "rl")                  # weights, in the ladder's order
-SHIPPED = Path(__file__).resolve().parent / "data" / "weights"         # trained weights in the clone
-
-
-class UserError(Exception):
-    """A mistake that a user can mend: shown as one line, without a traceback."""
 
 
 @dataclass
@@ -111,7 +101,7 @@ def main(run, *args):
     """Run a stage's main: mistakes become one line and exit status 1, Ctrl-C before training 130."""
     try:
         run(*args)
-    except (UserError, DataError, SettingsError, OSError) as e:
+    except (UserError, DataError, OSError) as e:
         sys.exit(f"{Path(sys.argv[0]).name}: {e}")
     except KeyboardInterrupt:
         sys.exit(130)
@@ -182,12 +172,6 @@ def check_fits(cfg, rows, block_len, k):
                         "--title-tokens or --candidates in data.prepare, or a larger ctx_len in stage.MODELS")
 
 
-def block_len(state):
-    """The block length that a checkpoint was trained at; 32 for AR weights, which are to be converted."""
-    trained = state["settings"].get("block_len", 1)
-    return trained if trained > 1 else 32
-
-
 def roll_out(model, rows, chosen, tok, s, k, *key):
     """s.group sampled rollouts of each chosen row about k candidates, from one prefill, by the real decoder -> prompts,
     groups of sample.Rollout. Noise is keyed by (key, row, rollout)."""
@@ -224,110 +208,6 @@ def autocast(s):
     return torch.autocast(s.device.split(":")[0], dtype=torch.bfloat16, enabled=s.dtype == "bfloat16")
 
 
-# === Checkpoints ======================================================================================================
-
-def save(path, state):
-    """Atomic: written beside, flushed to disk, renamed. A kill at any moment leaves the old file or the new one."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    with open(part, "wb") as f:
-        torch.save(state, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(part, path)
-
-
-def load(path, hint):
-    """A checkpoint as plain tensors and values (weights_only: a checkpoint cannot run code)."""
-    if not Path(path).exists():
-        raise UserError(f"{path} is missing; {hint}")
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as e:
-        raise UserError(f"{path} is not a checkpoint of this project ({type(e).__name__}); {hint}")
-
-
-def load_model(path, tok, summary, hint, device="cpu"):
-    """(model, checkpoint): refuses weights of other data or of another shape by name."""
-    state = load(path, hint)
-    if "model" not in state or "config" not in state:
-        raise UserError(f"{path} is not a model checkpoint of this project; {hint}")
-    if state["fingerprint"] != summary["fingerprint"]:
-        raise UserError(f"{path} was trained on other rows than {summary['config']['data']} now gives "
-                        f"({state['fingerprint']}, not {summary['fingerprint']}); {hint}")
-    cfg = ModelConfig(**state["config"])
-    if cfg.vocab != tok.vocab:
-        raise UserError(f"{path} has a vocabulary of {cfg.vocab}, the data {tok.vocab}; {hint}")
-    model = Transformer(cfg)
-    try:
-        model.load_state_dict({k: v.float() for k, v in state["model"].items()})
-    except RuntimeError as e:
-        raise UserError(f"{path} has another shape than its own config says ({str(e).splitlines()[-1].strip()}); {hint}")
-    return model.to(device), state
-
-
-def weights(out, preset, name):
-    """Path of a stage's weights, or None: those of the run's folder, or, where the run has none at all, those that come
-    with the clone, if they were trained on the same rows. Never some of each: a student belongs to its teacher."""
-    own = Path(out) / f"{name}.pt"
-    if any((Path(out) / f"{n}.pt").exists() for n in NAMES):
-        return own if own.exists() else None
-    shipped, summary = SHIPPED / preset / f"{name}.pt", Path(out) / "data" / "summary.json"
-    if shipped.exists() and summary.exists():
-        same = load(shipped, "fetch it again")["fingerprint"] == json.loads(summary.read_text())["fingerprint"]
-        return shipped if same else None
-    return None
-
-
-def maker(name):
-    """The module that makes weights of this name."""
-    return {"ar_sft": "train_ar", "cft_rl": "train_rl"}.get(name, f"train_{name}")
-
-
-def remedy(s, name):
-    """What to do about weights that cannot be used."""
-    return f"make it again: python {maker(name)}.py --preset {s.preset} --out {s.out}"
-
-
-NEEDED = []                                                         # stages that run because a later one needs them
-
-
-def need(s, name):
-    """See to it that the weights a stage starts from are in its folder: they are there, or come with the clone, or the
-    stage that makes them is run first, or gone on with where it was stopped."""
-    module = f"train_{name}" if name == "cft_rl" else maker(name)   # no stage makes cft_rl by itself
-    flags = ["--preset", s.preset, "--out", s.out, "--seed", str(s.seed), "--device", s.device]
-    path = weights(s.out, s.preset, name)
-    if path and path.parent != Path(s.out):
-        for source in (path.with_name(f"{n}.pt") for n in NAMES[:NAMES.index(name) + 1]):
-            if source.exists():                                     # with all that it was made from
-                shutil.copyfile(source, Path(s.out) / source.name)
-        print(f"{name}.pt comes with the clone ({path}); copied to {s.out}")
-        return
-    for n in ("ar_sft", "ar") if name == "ar" else (name,):
-        if (file := Path(s.out) / f"{n}.state.pt").exists():
-            state = load(file, "delete it")
-            if state["step"] < state["settings"]["steps"]:
-                print(f"{n} was stopped at step {state['step']}: going on with it")
-                flags, path = flags + ["--resume"], None
-                break
-    if not path:
-        if not (Path(__file__).parent / f"{module}.py").exists():
-            raise UserError(f"{s.out}/{name}.pt is missing, and no stage makes weights of that name by itself")
-        print(f"{s.out}/{name}.pt is needed: python {module}.py {' '.join(flags[:2])}")
-        NEEDED.append(name)
-        try:
-            importlib.import_module(module).main(flags + (["--data", s.data] if s.data else []))
-        finally:
-            NEEDED.remove(name)
-
-
-def students(out, preset):
-    """Names of the diffusion weights that are there, in the ladder's order."""
-    return [name for name in NAMES if not name.startswith("ar") and weights(out, preset, name)]
-
-
 # === The loop =========================================================================================================
 
 class Run:
@@ -359,9 +239,9 @@ class Run:
 
     def restore(self):
         start = shlex.join(a for a in sys.argv[1:] if a != "--resume")
-        state = load(self.state_file, f"start without --resume: python {Path(sys.argv[0]).name} {start}")
+        state = checkpoint.load(self.state_file, f"start without --resume: python {Path(sys.argv[0]).name} {start}")
         mine = {k: v for k, v in asdict(self.s).items() if k not in FREE}
-        other = [k for k, v in mine.items() if state["settings"].get(k) != v and not (k == "dtype" and v == "auto")]
+        other = [k for k, v in mine.items() if state["settings"].get(k, v) != v and not (k == "dtype" and v == "auto")]
         if other:
             raise UserError(f"{self.state_file} was run with other settings: " + ", ".join(
                 f"--{k.replace('_', '-')} {state['settings'].get(k)}" for k in other) + "; resume with those")
@@ -381,14 +261,15 @@ class Run:
         return self.s.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
 
     def save_state(self):
-        save(self.state_file, {"model": self.model.state_dict(), "opt": self.opt.state_dict(), "step": self.step,
-                               "best": self.best, "seconds": self.seconds,
-                               "settings": asdict(self.s), "fingerprint": self.summary["fingerprint"]})
+        checkpoint.save(self.state_file, {
+            "model": self.model.state_dict(), "opt": self.opt.state_dict(), "step": self.step, "best": self.best,
+            "seconds": self.seconds, "settings": asdict(self.s), "fingerprint": self.summary["fingerprint"]})
 
     def save_product(self, found):
-        save(self.product, {"model": self.model.state_dict(), "config": asdict(self.model.cfg), "step": self.step,
-                            "fingerprint": self.summary["fingerprint"], "settings": asdict(self.s),
-                            "validation": {k: v for k, v in found.items() if isinstance(v, (int, float))}})
+        checkpoint.save(self.product, {
+            "model": self.model.state_dict(), "config": asdict(self.model.cfg), "step": self.step,
+            "fingerprint": self.summary["fingerprint"], "settings": asdict(self.s),
+            "validation": {k: v for k, v in found.items() if isinstance(v, (int, float))}})
 
     def log(self, **values):
         with open(self.log_file, "a") as f:
@@ -447,7 +328,7 @@ class Run:
         if self.stop:                                               # the weights so far are not called finished ones
             self.save_state()
             # A stage that another one needed is gone on with by itself when that one is run again (see need).
-            flags = sys.argv[1:] + ["--resume"] * (not NEEDED and not s.resume)
+            flags = sys.argv[1:] + ["--resume"] * (not checkpoint.NEEDED and not s.resume)
             again = f"python {Path(sys.argv[0]).name} {shlex.join(flags)}"
             sys.exit(f"stopped after step {self.step}, saved to {self.state_file}; go on with: {again}")
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+import checkpoint
 import diffusion
 import evaluate
 import sample
@@ -32,6 +33,7 @@ from stage import flag
 @dataclass
 class CFTSettings(stage.Settings):
     start: str = flag("ar", "name of the weights to start from (cft: train those further)")
+    name: str = flag("cft", "name of the weights that are written, <out>/<name>.pt")
     block_len: int = flag(32, "targets of a block")
     schedule: str = flag("complementary", f"masking schedule: one of {', '.join(diffusion.SCHEDULES)}")
     full: float = flag(0.2, "share of blocks that are hidden completely, as where decoding starts (complementary)")
@@ -62,21 +64,21 @@ def same_at_block_length_one(model, tok, row, device):
 def main(argv=None):
     s = stage.settings(CFTSettings, PRESETS, __doc__, argv)
     if s.schedule not in diffusion.SCHEDULES:
-        raise stage.UserError(f"--schedule {s.schedule}: one of {', '.join(diffusion.SCHEDULES)}")
+        raise checkpoint.UserError(f"--schedule {s.schedule}: one of {', '.join(diffusion.SCHEDULES)}")
     sample.check_settings(s.block_len, s.tau)
     folder, tok, summary = stage.load_data(s)
-    stage.need(s, s.start)
+    checkpoint.need(s, s.start)
     k = summary["config"]["candidates"]
 
     # === 1. The conversion: copy the weights, check that nothing else changed ===========================
-    model, found = stage.load_model(stage.weights(s.out, s.preset, s.start), tok, summary, stage.remedy(s, s.start),
+    model, found = checkpoint.load_model(checkpoint.weights(s.out, s.preset, s.start), tok, summary, checkpoint.remedy(s, s.start),
                                     s.device)
     rows = prepare.Rows(folder / "all.npz")
     with torch.no_grad():
         same_at_block_length_one(model, tok, rows[0], s.device)
     if found["settings"].get("block_len", 1) == 1:                  # AR weights: they have never seen a <mask>
         diffusion.convert(model, tok)
-    run = stage.Run("cft", s, model, tok, summary)
+    run = stage.Run(s.name, s, model, tok, summary)
     lengths = np.add(rows.lengths()[0], 3 * rows.lengths()[1])
     stage.check_fits(model.cfg, rows, s.block_len, k)
 
@@ -123,7 +125,7 @@ def main(argv=None):
 
     # === 4. The table: floor, AR, the naive conversion, CFT =============================================
     evaluate.show_stage(s, folder, tok, summary, [("ar", "ar", 1, None), ("naive", "ar", s.block_len, s.tau)] + [
-        ("cft", "cft", s.block_len, tau) for tau in (1.0, s.tau)], run.autocast())
+        (s.name, s.name, s.block_len, tau) for tau in (1.0, s.tau)], run.autocast())
 
 
 if __name__ == "__main__":

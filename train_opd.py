@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+import checkpoint
 import diffusion
 import evaluate
 import sample
@@ -88,15 +89,15 @@ def main(argv=None):
     s = stage.settings(OPDSettings, PRESETS, __doc__, argv)
     sample.check_settings(1 if s.block_len is None else s.block_len, s.tau, s.temperature)
     if s.kl not in KINDS:
-        raise stage.UserError(f"--kl {s.kl}: one of {', '.join(KINDS)}")
+        raise checkpoint.UserError(f"--kl {s.kl}: one of {', '.join(KINDS)}")
     folder, tok, summary = stage.load_data(s)
     k = summary["config"]["candidates"]
-    stage.need(s, s.start)
-    stage.need(s, s.teacher)
-    (model, state), (teacher, _) = (stage.load_model(stage.weights(s.out, s.preset, name), tok, summary,
-                                                     stage.remedy(s, name), s.device) for name in (s.start, s.teacher))
+    checkpoint.need(s, s.start)
+    checkpoint.need(s, s.teacher)
+    (model, state), (teacher, _) = (checkpoint.load_model(checkpoint.weights(s.out, s.preset, name), tok, summary,
+                                                     checkpoint.remedy(s, name), s.device) for name in (s.start, s.teacher))
     teacher.requires_grad_(False)
-    s.block_len = s.block_len or stage.block_len(state)
+    s.block_len = s.block_len or checkpoint.block_len(state)
     stage.check_fits(model.cfg, prepare.Rows(folder / "all.npz"), s.block_len, k)
     run = stage.Run(s.name, s, model, tok, summary)
 

@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import checkpoint
 import diffusion
 import evaluate
 import ranking
@@ -130,16 +131,16 @@ def main(argv=None):
     s = stage.settings(RLSettings, PRESETS, __doc__, argv)
     sample.check_settings(1 if s.block_len is None else s.block_len, s.tau, s.temperature)
     if s.group < 2 or s.reuse < 1 or s.temperature == 0:
-        raise stage.UserError("--group at least 2, --reuse at least 1, --temperature above 0: rollouts must differ")
+        raise checkpoint.UserError("--group at least 2, --reuse at least 1, --temperature above 0: rollouts must differ")
     folder, tok, summary = stage.load_data(s)
-    stage.need(s, s.start)
+    checkpoint.need(s, s.start)
     k = summary["config"]["candidates"]
     s.dtype = "float32"           # the ratio must be 1 to 1e-5 before the first update; bf16 gives 1e-2
-    path = stage.weights(s.out, s.preset, s.start)
-    (model, found), (start, _) = (stage.load_model(path, tok, summary, stage.remedy(s, s.start), s.device)
+    path = checkpoint.weights(s.out, s.preset, s.start)
+    (model, found), (start, _) = (checkpoint.load_model(path, tok, summary, checkpoint.remedy(s, s.start), s.device)
                                     for _ in range(2))
     start.requires_grad_(False)
-    s.block_len = s.block_len or stage.block_len(found)
+    s.block_len = s.block_len or checkpoint.block_len(found)
     run = stage.Run(s.name, s, model, tok, summary)
 
     # === 3. A step: its share of the groups, replayed ===================================================

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+import checkpoint
 import evaluate
 import ranking
 import sample
@@ -136,39 +137,39 @@ def test_command_line_json(trained, capsys):
 @pytest.mark.parametrize("flags,says", [(["--user", "99999"], "no user 99999"), (["--tau", "0"], "tau 0"),
                                         (["--block-len", "0"], "block length 0"), (["--temperature", "-1"], "temperature")])
 def test_command_line_mistakes(trained, flags, says):
-    with pytest.raises(stage.UserError, match=says):
+    with pytest.raises(checkpoint.UserError, match=says):
         sample.main(["--preset", "mini", "--out", str(trained), *flags])
 
 
 def test_weights_that_are_not_there(trained):
     for main in (sample.main, evaluate.main):
-        with pytest.raises(stage.UserError, match="--student none"):
+        with pytest.raises(checkpoint.UserError, match="--student none"):
             main(["--preset", "mini", "--out", str(trained), "--student", "none"])
 
 
 def test_weights_in_the_clone_are_used_where_a_run_has_none(trained, rows, tmp_path, monkeypatch, capsys):
     """Looked at in place; copied, with all they were made from, where a stage is to start from them; never mixed with a
     run's own, and never used for other rows."""
-    monkeypatch.setattr(stage, "SHIPPED", tmp_path / "clone")
+    monkeypatch.setattr(checkpoint, "SHIPPED", tmp_path / "clone")
     (tmp_path / "clone").mkdir()
     (tmp_path / "clone" / "mini").symlink_to(trained)
     out = tmp_path / "out"
     out.mkdir()
-    assert stage.weights(out, "mini", "rl") is None                 # nothing is prepared yet: rows unknown
+    assert checkpoint.weights(out, "mini", "rl") is None                 # nothing is prepared yet: rows unknown
     (out / "data").symlink_to(rows / "data")
-    assert stage.weights(out, "mini", "rl") == tmp_path / "clone" / "mini" / "rl.pt"
-    stage.need(stage.Settings(preset="mini", out=str(out), device="cpu"), "cft")
+    assert checkpoint.weights(out, "mini", "rl") == tmp_path / "clone" / "mini" / "rl.pt"
+    checkpoint.need(stage.Settings(preset="mini", out=str(out), device="cpu"), "cft")
     assert sorted(p.name for p in out.glob("*.pt")) == ["ar.pt", "ar_sft.pt", "cft.pt"]
-    assert stage.weights(out, "mini", "rl") is None and stage.weights(out, "mini", "cft") == out / "cft.pt"
+    assert checkpoint.weights(out, "mini", "rl") is None and checkpoint.weights(out, "mini", "cft") == out / "cft.pt"
     other = tmp_path / "other"
     (other / "data").mkdir(parents=True)
     (other / "data" / "summary.json").write_text(json.dumps({"fingerprint": "other"}))
-    assert stage.weights(other, "mini", "rl") is None
+    assert checkpoint.weights(other, "mini", "rl") is None
 
 
 def test_nothing_trained_yet(rows, tmp_path):
     (tmp_path / "data").symlink_to(rows / "data")
-    with pytest.raises(stage.UserError, match="train_ar.py"):
+    with pytest.raises(checkpoint.UserError, match="train_ar.py"):
         evaluate.main(["--preset", "mini", "--out", str(tmp_path)])
-    with pytest.raises(stage.UserError, match="train_ar.py"):
+    with pytest.raises(checkpoint.UserError, match="train_ar.py"):
         sample.main(["--preset", "mini", "--out", str(tmp_path), "--user", "0"])

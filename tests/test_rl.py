@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 
+import checkpoint
 import diffusion
 import ranking
 import sample
@@ -136,5 +137,5 @@ def test_distil_equals_a_plain_loop(model, batch, tok, kind):
                                              (train_rl.main, ["--start", "nothing"], "nothing.pt is missing")])
 def test_mistakes_are_named(main, flags, says, rows, tmp_path):
     (tmp_path / "data").symlink_to(rows / "data")
-    with pytest.raises(stage.UserError, match=says):
+    with pytest.raises(checkpoint.UserError, match=says):
         main(["--preset", "mini", "--out", str(tmp_path), "--device", "cpu", *flags])

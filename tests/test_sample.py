@@ -40,8 +40,8 @@ def plain_blocks(model, prompt, tok, b, tau, blocks):
             mask = diffusion.may_look(blk, blk)
             with torch.no_grad():
                 h = model(tokens, torch.arange(tokens.shape[1])[None], mask)
-            token, conf, lps = sample.choose(diffusion.output_logits(model, h[:, -b:], tok), 0.0, None)
-            commit = diffusion.commit(conf, ~torch.tensor([fixed]), tau)[0]
+            lps, token = diffusion.output_logits(model, h[:, -b:], tok).log_softmax(-1).max(-1)
+            commit = diffusion.commit(lps.exp(), ~torch.tensor([fixed]), tau)[0]
             nfe += 1
             for j in range(b):
                 if commit[j]:
@@ -140,11 +140,20 @@ def test_when_a_token_is_committed_does_not_depend_on_the_draw(tok):
     """Two open positions, .6/.4 and .7/.3, at a threshold that neither reaches: the second is committed first, always,
     and holds its likelier token in 70% of the cases, as the recorded log-probability says."""
     logits = torch.tensor([[.6, .4], [.7, .3]]).log().expand(4000, 2, 2)
-    token, confidence, logp = sample.choose(logits, 1.0, [torch.Generator().manual_seed(i) for i in range(4000)])
-    now = diffusion.commit(confidence, torch.ones(4000, 2, dtype=torch.bool), 0.9)
+    now, token, logp = sample.choose(logits, torch.ones(4000, 2, dtype=torch.bool), 0.9, 1.0,
+                                     [torch.Generator().manual_seed(i) for i in range(4000)])
     assert torch.equal(now, torch.tensor([False, True]).expand(4000, 2))
     assert abs((token[:, 1] == 0).float().mean() - .7) < .02
     assert torch.allclose(logp[:, 1].exp(), torch.where(token[:, 1] == 0, .7, .3))
+
+
+def test_the_draw_reaches_the_tail_and_nothing_impossible():
+    """A token of probability 1e-9, which 24 bits of a uniform number would never reach, and tokens of probability 0
+    at both ends and between."""
+    logp = torch.tensor([[0.0, 1e-9, 0.0, 1 - 1e-9, 0.0]], dtype=torch.float64).log().expand(4, 5)
+    uniform = torch.tensor([0.0, 0.5, 1 - 2e-9, 1 - 2.0**-53], dtype=torch.float64)
+    assert sample.draw(logp, uniform).tolist() == [3, 3, 3, 1]
+    assert sample.draw(logp[:1], torch.tensor([1 - 5e-10], dtype=torch.float64)).tolist() == [1]
 
 
 def test_bad_settings_are_named(model, prompts, tok):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import checkpoint
 import stage
 import train_ar
 from model import ModelConfig, Transformer
@@ -97,19 +98,19 @@ def test_a_stage_that_was_stopped_is_gone_on_with(train, tmp_path, monkeypatch, 
     assert (tmp_path / "ar_sft.pt").exists() and not (tmp_path / "ar.pt").exists()
     monkeypatch.setattr(stage, "batch_rows", real)
     s = stage.Settings(preset="mini", out=str(tmp_path), device="cpu")
-    stage.need(s, "ar")
+    checkpoint.need(s, "ar")
     assert "ar_sft was stopped at step 6: going on with it" in capsys.readouterr().out
     assert torch.load(tmp_path / "ar_sft.state.pt", weights_only=True)["step"] == 20 and (tmp_path / "ar.pt").exists()
-    stage.need(s, "ar")
+    checkpoint.need(s, "ar")
     assert "going on" not in capsys.readouterr().out                # finished: nothing is run
 
 
 def test_a_kill_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "x.pt"
-    stage.save(path, {"v": 1})
+    checkpoint.save(path, {"v": 1})
     monkeypatch.setattr(torch, "save", lambda state, f: (f.write(b"half"), (_ for _ in ()).throw(OSError("disk full"))))
     with pytest.raises(OSError):
-        stage.save(path, {"v": 2})
+        checkpoint.save(path, {"v": 2})
     assert torch.load(path, weights_only=True) == {"v": 1}
 
 
@@ -123,7 +124,7 @@ def test_log_is_jsonl(train):
 
 def test_other_settings_are_refused_on_resume(train):
     train()
-    with pytest.raises(stage.UserError, match="--lr"):
+    with pytest.raises(checkpoint.UserError, match="--lr"):
         train("--lr", "0.5", "--resume")
 
 
@@ -135,22 +136,22 @@ def test_foreign_checkpoints_are_refused(tmp_path, prepared):
 
     def refused(state, match):
         torch.save(state, path)
-        with pytest.raises(stage.UserError, match=match) as e:
-            stage.load_model(path, tok, summary, "train it")
+        with pytest.raises(checkpoint.UserError, match=match) as e:
+            checkpoint.load_model(path, tok, summary, "train it")
         assert "ar.pt" in str(e.value) and "train it" in str(e.value)
 
     torch.save(good, path)
-    stage.load_model(path, tok, summary, "train it")
+    checkpoint.load_model(path, tok, summary, "train it")
     refused(good | {"fingerprint": "other"}, "other rows")
     refused(good | {"config": config | {"layers": 2}}, "another shape")
     refused(good | {"config": config | {"vocab": 7}}, "vocabulary")
     refused({"something": 1}, "not a model checkpoint")
     path.write_bytes(b"not a checkpoint")
-    with pytest.raises(stage.UserError, match="not a checkpoint"):
-        stage.load_model(path, tok, summary, "train it")
+    with pytest.raises(checkpoint.UserError, match="not a checkpoint"):
+        checkpoint.load_model(path, tok, summary, "train it")
     path.unlink()
-    with pytest.raises(stage.UserError, match="missing"):
-        stage.load_model(path, tok, summary, "train it")
+    with pytest.raises(checkpoint.UserError, match="missing"):
+        checkpoint.load_model(path, tok, summary, "train it")
 
 
 def test_micro_batches_change_nothing(rows, tok, model):
@@ -211,7 +212,7 @@ def test_mistakes_are_one_line(args, says, rows, tmp_path):
                                         ("device", "banana"), ("device", "cuda:99"), ("eval-users", "0")])
 def test_values_that_cannot_be_used_are_named(flag, value):
     """Before anything is prepared or written."""
-    with pytest.raises(stage.UserError, match=f"--{flag} {value}"):
+    with pytest.raises(checkpoint.UserError, match=f"--{flag} {value}"):
         train_ar.main(["--preset", "mini", "--out", "/nowhere", f"--{flag}", value])
 
 
@@ -226,6 +227,6 @@ def test_a_place_that_cannot_be_written_to_is_found_at_once(tmp_path, monkeypatc
 def test_rows_longer_than_the_context_are_refused(rows, tok):
     from data import prepare
     data = prepare.Rows(rows / "data" / "all.npz")
-    with pytest.raises(stage.UserError, match="ctx_len"):
+    with pytest.raises(checkpoint.UserError, match="ctx_len"):
         stage.check_fits(ModelConfig(vocab=tok.vocab, ctx_len=64), data, 1, 6)
     stage.check_fits(ModelConfig(vocab=tok.vocab, ctx_len=400), data, 32, 6)

@@ -1,0 +1,141 @@
+"""Weights on disk: written whole or not at all, read without running code, refused by name where they do not belong,
+looked for in the run's folder and in the clone, and made by the stage that makes them where they are missing.
+
+A stage called `name` writes <out>/<name>.pt (the product: weights, config, settings, fingerprint of its rows) and
+<out>/<name>.state.pt (what it needs to go on: stage.py, `Run`).
+"""
+import functools
+import importlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from model import ModelConfig, Transformer
+
+NAMES = ("ar_sft", "ar", "cft", "opd", "cft_rl", "rl")                  # weights, in the ladder's order
+SHIPPED = Path(__file__).resolve().parent / "data" / "weights"         # trained weights in the clone
+
+
+class UserError(ValueError):
+    """A mistake that a user can mend: shown as one line, without a traceback (stage.main)."""
+
+
+def save(path, state):
+    """Atomic: written beside, flushed to disk, renamed. A kill at any moment leaves the old file or the new one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as f:
+        torch.save(state, f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)
+
+
+def load(path, hint):
+    """A checkpoint as plain tensors and values (weights_only: a checkpoint cannot run code)."""
+    if not Path(path).exists():
+        raise UserError(f"{path} is missing; {hint}")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as e:
+        raise UserError(f"{path} is not a checkpoint of this project ({type(e).__name__}); {hint}")
+
+
+def load_model(path, tok, summary, hint, device="cpu"):
+    """(model, checkpoint): refuses weights of other data or of another shape by name."""
+    state = load(path, hint)
+    if "model" not in state or "config" not in state:
+        raise UserError(f"{path} is not a model checkpoint of this project; {hint}")
+    if state["fingerprint"] != summary["fingerprint"]:
+        raise UserError(f"{path} was trained on other rows than {summary['config']['data']} now gives "
+                        f"({state['fingerprint']}, not {summary['fingerprint']}); {hint}")
+    cfg = ModelConfig(**state["config"])
+    if cfg.vocab != tok.vocab:
+        raise UserError(f"{path} has a vocabulary of {cfg.vocab}, the data {tok.vocab}; {hint}")
+    model = Transformer(cfg)
+    try:
+        model.load_state_dict({k: v.float() for k, v in state["model"].items()})
+    except RuntimeError as e:
+        raise UserError(f"{path} has another shape than its own config says ({str(e).splitlines()[-1].strip()}); {hint}")
+    return model.to(device), state
+
+
+def weights(out, preset, name):
+    """Path of a stage's weights, or None: those of the run's folder, or, where the run has none at all, those that come
+    with the clone, if they were trained on the same rows. Never some of each: a student belongs to its teacher."""
+    own = Path(out) / f"{name}.pt"
+    if any((Path(out) / f"{n}.pt").exists() for n in NAMES):
+        return own if own.exists() else None
+    shipped, summary = SHIPPED / preset / f"{name}.pt", Path(out) / "data" / "summary.json"
+    if not shipped.exists() or not summary.exists():
+        return None
+    return shipped if fingerprint(shipped) == json.loads(summary.read_text())["fingerprint"] else None
+
+
+@functools.cache
+def fingerprint(path):
+    """Of the rows that shipped weights were trained on."""
+    return load(path, "fetch it again")["fingerprint"]
+
+
+def no_weights(s):
+    """The error for a run without a model."""
+    return UserError(f"no weights in {s.out}; train them: python train_ar.py --preset {s.preset}")
+
+
+def maker(name):
+    """The module that makes weights of this name."""
+    return {"ar_sft": "train_ar", "cft_rl": "train_rl"}.get(name, f"train_{name}")
+
+
+def remedy(s, name):
+    """What to do about weights that cannot be used."""
+    return f"make it again: python {maker(name)}.py --preset {s.preset} --out {s.out}"
+
+
+NEEDED = []                                                         # stages that run because a later one needs them
+
+
+def need(s, name):
+    """See to it that the weights a stage starts from are in its folder: they are there, or come with the clone, or the
+    stage that makes them is run first, or gone on with where it was stopped."""
+    module = f"train_{name}" if name == "cft_rl" else maker(name)   # no stage makes cft_rl by itself
+    flags = ["--preset", s.preset, "--out", s.out, "--seed", str(s.seed), "--device", s.device]
+    path = weights(s.out, s.preset, name)
+    if path and path.parent != Path(s.out):
+        for source in (path.with_name(f"{n}.pt") for n in NAMES[:NAMES.index(name) + 1]):
+            if source.exists():                                     # with all that it was made from
+                shutil.copyfile(source, Path(s.out) / source.name)
+        print(f"{name}.pt comes with the clone ({path}); copied to {s.out}")
+        return
+    for n in ("ar_sft", "ar") if name == "ar" else (name,):
+        if (file := Path(s.out) / f"{n}.state.pt").exists():
+            state = load(file, "delete it")
+            if state["step"] < state["settings"]["steps"]:
+                print(f"{n} was stopped at step {state['step']}: going on with it")
+                flags, path = flags + ["--resume"], None
+                break
+    if not path:
+        if not (Path(__file__).parent / f"{module}.py").exists():
+            raise UserError(f"{s.out}/{name}.pt is missing, and no stage makes weights of that name by itself")
+        print(f"{s.out}/{name}.pt is needed: python {module}.py {' '.join(flags[:2])}")
+        NEEDED.append(name)
+        try:
+            importlib.import_module(module).main(flags + (["--data", s.data] if s.data else []))
+        finally:
+            NEEDED.remove(name)
+
+
+def students(out, preset):
+    """Names of the diffusion weights that are there, in the ladder's order."""
+    return [name for name in NAMES if not name.startswith("ar") and weights(out, preset, name)]
+
+
+def block_len(state):
+    """The block length that a checkpoint was trained at; 32 for AR weights, which are to be converted."""
+    trained = state["settings"].get("block_len", 1)
+    return trained if trained > 1 else 32
