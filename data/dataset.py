@@ -179,8 +179,9 @@ def order_by(grade, pick=None):
     return np.argsort(np.where(grade >= 0, rank, 10**6), axis=1, kind="stable")
 
 
-def traces(s, tok, grade, pick=None):
-    """Write the outputs of all rows: (n, L) with -1 for nothing. grade (n, k) numbers, -1 = not there."""
+def traces(s, tok, grade, pick=None, reasoning=True):
+    """Write the outputs of all rows: (n, L) with -1 for nothing. grade (n, k) numbers, -1 = not there. Without
+    reasoning only the answer is left, to show what writing the reasons first brings."""
     n, k = grade.shape
     pattern, lines = claims(s, tok)
     verdict = np.where(grade >= 0, np.asarray(tok.grade)[grade], -1)
@@ -195,8 +196,8 @@ def traces(s, tok, grade, pick=None):
     # Each place on <top> states its grade first: finding the best grade left, and then the first with that grade, are
     # two easy steps where finding the candidate at once is a hard one (it was learned last, and half as well).
     graded = np.stack([np.take_along_axis(verdict, order, 1), answer], axis=2)[:, :TOP]     # (n, TOP, 2)
-    return np.concatenate([mark(tok.think), pattern, lines.reshape(n, -1), mark(tok.top), graded.reshape(n, -1),
-                           mark(tok.answer), answer, mark(tok.eos)], axis=1)
+    reasons = [mark(tok.think), pattern, lines.reshape(n, -1), mark(tok.top), graded.reshape(n, -1)]
+    return np.concatenate(reasons * reasoning + [mark(tok.answer), answer, mark(tok.eos)], axis=1)
 
 
 def longest_output(k):

@@ -63,6 +63,7 @@ class DataConfig:
     folds: int = flag(retriever.FOLDS, "how many of the five folds of users give training prefixes")
     sids: int = flag(0, "1: the prompt shows each item's four semantic-ID tokens")
     title_tokens: int = flag(0, "the prompt shows each title cut to so many pieces")
+    reasoning: int = flag(1, "0: outputs are the answer alone, without the reasoning before it")
     merges: int = flag(256, "size of the BPE beyond the 256 bytes")
     drop: float = flag(0.1, "share of training rows from which candidates are removed at random")
     tries: int = flag(4, "draws per prompt in rejection sampling")
@@ -131,11 +132,11 @@ def item_tokens(split, sids, tok, cfg):
     return np.concatenate(columns, axis=1) if columns else None
 
 
-def rows_of(c, shown, target, grade, pick, tok, extra):
+def rows_of(c, shown, target, grade, pick, tok, extra, cfg):
     """One set of rows as arrays ready for np.savez."""
     about = None if extra is None else (extra[c.history], extra[c.item])
     prompt, prompt_at = dataset.flatten(dataset.prompts(shown, tok, about))
-    output, output_at = dataset.flatten(dataset.traces(shown, tok, grade, pick))
+    output, output_at = dataset.flatten(dataset.traces(shown, tok, grade, pick, bool(cfg.reasoning)))
     return {"prompt": prompt, "prompt_at": prompt_at, "output": output, "output_at": output_at,
             "target": target.astype(np.int8), "n": (shown.brand >= 0).sum(1).astype(np.int8)}
 
@@ -176,16 +177,16 @@ def build(cfg, say=print):
         score = judge(torch.from_numpy(dataset.evidence(s, tok)).clamp(min=tok.pad))
         grade = np.where(there, judge.grade(score).numpy(), -1)
         if name == "train":
-            sets["all"] = rows_of(c, s, target, grade, None, tok, extra)
+            sets["all"] = rows_of(c, s, target, grade, None, tok, extra, cfg)
             hit_rows = np.flatnonzero(target >= 0)
             g = torch.Generator().manual_seed(cfg.data_seed)
             draws = teacher.draw_picks(score[hit_rows], torch.from_numpy(there[hit_rows]), cfg.temperature, cfg.tries, g)
             good = hit_rows[(draws.numpy() == target[hit_rows, None]).any(1)]
             picked = dataset.Shown(**{f: v[good] for f, v in vars(s).items()})
-            sets["accepted"] = rows_of(c.take(good), picked, target[good], grade[good], target[good], tok, extra)
+            sets["accepted"] = rows_of(c.take(good), picked, target[good], grade[good], target[good], tok, extra, cfg)
             accepted = len(good) / len(hit_rows)
         else:
-            sets[name] = rows_of(c, s, target, grade, None, tok, extra)
+            sets[name] = rows_of(c, s, target, grade, None, tok, extra, cfg)
             sets[name] |= {"item": c.item.astype(np.int32), "history": c.history.astype(np.int32),
                            "user": np.array(list(kept), dtype=np.int32)}
             orders[name] = teacher_line(c.target, score.numpy(), dataset.order_by(grade))
@@ -203,8 +204,9 @@ def build(cfg, say=print):
 
 def fingerprint(split, tok, cfg):
     """What a checkpoint must share with the rows it is used on: purchases, catalogue, token ids and settings. Not the
-    rows themselves: a k-means or a teacher fitted on another machine may differ in a last bit, and move a few grades."""
-    settings = {k: v for k, v in asdict(cfg).items() if k != "data"}
+    rows themselves: a k-means or a teacher fitted on another machine may differ in a last bit, and move a few grades. Of
+    the settings, those that are not at their default: one that is added later leaves old checkpoints usable."""
+    settings = {f.name: value for f in fields(cfg) if (value := getattr(cfg, f.name)) != f.default and f.name != "data"}
     parts = (split.histories, split.asin, split.brand, split.path, split.title, tok.state(), settings)
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 

@@ -437,6 +437,18 @@ def test_traces_parse_and_are_true(shown, tok, n):
         assert ranking.grounding(prompts, outputs, tok, 6)["grounding"] == 1
 
 
+def test_without_reasoning_the_same_answers_stand_alone(split_folder, made, tok):
+    """--reasoning 0: the same prompts, outputs cut down to <answer> ... <eos>, other rows to a checkpoint. A setting at
+    its default is not part of the fingerprint, so one that is added later refuses no old weights."""
+    bare, bare_tok, summary = build(split_folder, reasoning=0)
+    assert np.array_equal(bare["all"]["prompt"], made[0]["all"]["prompt"]) and bare_tok.state() == tok.state()
+    assert summary["fingerprint"] != made[2]["fingerprint"] == build(split_folder, reasoning=1)[2]["fingerprint"]
+    full, at = made[0]["all"]["output"], made[0]["all"]["output_at"]
+    for r in range(0, len(at) - 1, 50):
+        whole, lo = full[at[r]:at[r + 1]].tolist(), bare["all"]["output_at"][r]
+        assert bare["all"]["output"][lo:bare["all"]["output_at"][r + 1]].tolist() == whole[whole.index(tok.answer):]
+
+
 def test_prepared_rows(tmp_path, made, tok):
     """On disk, outputs parse to a permutation of what the prompt shows; an accepted one starts with the purchase."""
     prepare.save(tmp_path / "data", *made)
