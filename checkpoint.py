@@ -60,7 +60,8 @@ def load_model(path, tok, summary, hint, device="cpu"):
     try:
         model.load_state_dict({k: v.float() for k, v in state["model"].items()})
     except RuntimeError as e:
-        raise UserError(f"{path} has another shape than its own config says ({str(e).splitlines()[-1].strip()}); {hint}")
+        reason = str(e).splitlines()[-1].strip()
+        raise UserError(f"{path} has another shape than its own config says ({reason}); {hint}")
     return model.to(device), state
 
 
@@ -128,6 +129,12 @@ def need(s, name):
             importlib.import_module(module).main(flags + (["--data", s.data] if s.data else []))
         finally:
             NEEDED.remove(name)
+
+
+def open_model(s, name, tok, summary):
+    """(model, checkpoint) of the weights called `name` in this run, on the run's device."""
+    path = weights(s.out, s.preset, name) or Path(s.out) / f"{name}.pt"
+    return load_model(path, tok, summary, remedy(s, name), s.device)
 
 
 def students(out, preset):

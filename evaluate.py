@@ -33,11 +33,11 @@ from data.dataset import longest_output
 from model import KVCache, Transformer
 from stage import flag
 
-CURVES = ("loss", "valid_r1", "valid_valid", "valid_kl", "valid_tokens_per_nfe", "reward", "entropy", "kl_to_start", "clipped",
-          "copy_rate_target_first", "copy_rate_target_later", "dropped_groups")         # of the logs, drawn where there
+CURVES = ("loss", "valid_r1", "valid_valid", "valid_kl", "valid_tokens_per_nfe", "reward", "entropy", "kl_to_start",
+          "clipped", "copy_rate_target_first", "copy_rate_target_later", "dropped_groups")      # of the logs, to be drawn
 TAUS = (1.0, 0.95, 0.9, 0.8, 0.6, 0.4)
-SIZES = {"output_len": (3, 5, 7, 10), "prompt_len": (128, 256, 512, 1024, 2048), "batch": (1, 4, 16, 64),
-         "block_len": (4, 8, 16, 32, 64)}                           # what the sweeps go through
+SIZES = {"output_len": (32, 64, 96, 128), "candidates": (3, 5, 7, 10), "prompt_len": (128, 256, 512, 1024, 2048),
+         "batch": (1, 4, 16, 64), "block_len": (4, 8, 16, 32, 64)}  # what the sweeps go through
 
 
 @dataclass
@@ -78,10 +78,10 @@ def validate_by_decoding(model, tok, prompts, targets, k, block_len, tau, autoca
     return {"score": row["ndcg3_strict"]} | {key: float(row[key]) for key in keys}
 
 
-def ladder(s, folder, tok, summary, systems, autocast):
+def ladder(s, folder, tok, summary, systems, autocast, time_users=0):
     """Rows for all test users with a hit: random, reverse, floor, teacher (the traces it wrote for them), each of
     `systems` = (row's name, weights' name, block length, tau or None for AR), oracle. Differences are taken against
-    the row "ar", user by user."""
+    the row "ar", user by user; so are speed-ups at batch 1, on the first `time_users` users."""
     k = summary["config"]["candidates"]
     rows = prepare.Rows(folder / "test.npz")
     hits = np.flatnonzero(rows.target >= 0)
@@ -92,10 +92,11 @@ def ladder(s, folder, tok, summary, systems, autocast):
            ranking.order_row("reverse", [list(range(n))[::-1] for n in counts], targets),
            ranking.order_row("floor", [list(range(n)) for n in counts], targets),
            ranking.ladder_row("teacher", prompts, [sample.Rollout(o) for o in written], targets, tok, k)]
+    modes = []
     for system, name, block_len, tau in systems:
-        path = checkpoint.weights(s.out, s.preset, name) or Path(s.out) / f"{name}.pt"
-        model, state = checkpoint.load_model(path, tok, summary, checkpoint.remedy(s, name), s.device)
+        model, state = checkpoint.open_model(s, name, tok, summary)
         block_len = block_len or checkpoint.block_len(state)
+        modes.append((model, block_len, tau))
         if system == "naive":
             diffusion.convert(model, tok)
         with autocast, tqdm(total=len(hits), desc=f"{system} {tau or ''}", leave=False, disable=None) as bar:
@@ -104,7 +105,14 @@ def ladder(s, folder, tok, summary, systems, autocast):
     [ar] = [r for r in out if r["system"] == "ar"]
     for row in out:
         if "nfe" in row and row is not ar:
-            row["r1_minus_ar"], row["r1_minus_ar_ci"] = ranking.difference(row, ar)
+            for key in ("r1", "ndcg3"):
+                row[f"{key}_minus_ar"], row[f"{key}_minus_ar_ci"] = ranking.difference(row, ar, key)
+    if time_users:
+        few, max_len = [[p] for p in prompts[:time_users]], longest_output(k)
+        timed = sorted(zip(systems, out[-len(modes):], modes), key=lambda x: x[1] is not ar)        # AR is the first
+        quick = [(fastest(model, few[0], tok, b, tau, max_len), b, tau) for _, _, (model, b, tau) in timed]
+        for (_, row, _), speed in zip(timed, race(quick, few, tok, max_len, s.repeats)):
+            row |= {key: speed[key] for key in ("speedup", "speedup_range")}
     return out + [ranking.order_row("oracle", [[t] + [c for c in range(n) if c != t] for t, n in zip(targets, counts)],
                                     targets)]
 
@@ -159,8 +167,8 @@ def frontier(s, folder, tok, summary, ar, student):
     for (model, block_len, tau), speed in zip(modes, race(modes, few, tok, max_len, s.repeats)):
         done = sample.decode(model, prompts, tok, block_len, tau or 1.0, max_len)
         row = ranking.ladder_row("", prompts, done, targets, tok, k, tau)
-        rows.append({"users": len(done), "mode": "diffusion" if tau else "ar", "tau": tau, "block_len": block_len, "batch": 1,
-                     "dtype": str(model.embed.weight.dtype).removeprefix("torch.")} | speed |
+        rows.append({"users": len(done), "mode": "diffusion" if tau else "ar", "tau": tau, "block_len": block_len,
+                     "batch": 1, "dtype": str(model.embed.weight.dtype).removeprefix("torch.")} | speed |
                     {key: row[key] for key in ("r1", "ndcg3", "valid", "failures", "nfe", "tokens", "tokens_per_nfe")})
     return rows, modes[0][0], quick
 
@@ -189,32 +197,38 @@ def forward_cost(model, tokens, cached, repeats=30):
 
 
 def sweeps(s, folder, tok, summary, ar, student):
-    """What the speed-up depends on, at tau = .9: {"output_len", "prompt_len", "batch", "block_len": rows}.
+    """What the speed-up depends on, at tau = .9: rows under each name of SIZES.
 
-    output_len  prompts cut to fewer candidates, so whole, shorter outputs
+    output_len  outputs cut off after so many tokens; candidates: whole, shorter outputs about fewer of them
     prompt_len  the cost of one forward, block over single token, by cached tokens, and the speed-up that it leaves
     batch       rows decoded together; block_len  other blocks than the ones trained on, with their validity
     """
     k = summary["config"]["candidates"]
     prompts, targets = users_with_hit(folder, "test")
     few, out = prompts[:s.time_users], {name: [] for name in SIZES}
-    for n in sorted({min(n, k) for n in SIZES["output_len"]}):
-        base, row = race([(ar, 1, None), (student, s.block_len, 0.9)], [[fewer(p, tok, n)] for p in few], tok,
-                         longest_output(n), s.repeats)
-        out["output_len"].append({"candidates": n, "tokens": base["nfe"]} | row)
+    both, alone = [(ar, 1, None), (student, s.block_len, 0.9)], [[p] for p in few]
+    for length in sorted({min(n, longest_output(k)) for n in SIZES["output_len"]}):
+        base, row = race(both, alone, tok, length, s.repeats)
+        out["output_len"].append({"tokens": base["nfe"]} | row)
     tokens_per_nfe = row["tokens_per_nfe"]                          # of the longest outputs
+    for n in sorted({min(n, k) for n in SIZES["candidates"]}):
+        shorter = [fewer(p, tok, n) for p in prompts[:200]]
+        _, row = race(both, [[p] for p in shorter[:s.time_users]], tok, longest_output(k), s.repeats)
+        done = sample.decode(student, shorter, tok, s.block_len, 0.9, longest_output(k))
+        valid = sum(ranking.parse(r.tokens, tok, n).failure is None for r in done) / len(done)
+        out["candidates"].append({"candidates": n} | row | {"valid": valid})
     for cached in SIZES["prompt_len"]:
         one, block = forward_cost(ar, 1, cached), forward_cost(student, s.block_len, cached)
         out["prompt_len"].append({"cached": cached, "ms_one": one, "ms_block": block, "cost": block / one,
                                   "speedup": tokens_per_nfe * one / block})
     for size in SIZES["batch"]:
         batches = [prompts[i:i + size] for i in range(0, min(max(size, s.time_users), len(prompts)), size)]
-        base, row = race([(ar, 1, None), (student, s.block_len, 0.9)], batches, tok, longest_output(k), s.repeats)
+        base, row = race(both, batches, tok, longest_output(k), s.repeats)
         out["batch"].append({"batch": size, "tok_s_ar": base["tok_s"]} | row)
     for b in SIZES["block_len"]:
         if max(map(len, prompts)) - 1 + -(-longest_output(k) // b) * b > student.cfg.ctx_len:
             continue
-        _, row = race([(ar, 1, None), (student, b, 0.9)], [[p] for p in few], tok, longest_output(k), s.repeats)
+        _, row = race([both[0], (student, b, 0.9)], alone, tok, longest_output(k), s.repeats)
         done = sample.decode(student, prompts[:400], tok, b, 0.9, longest_output(k))
         judged = ranking.ladder_row("", prompts[:400], done, targets[:400], tok, k)
         out["block_len"].append({"block_len": b} | row | {key: judged[key] for key in ("r1", "valid")})
@@ -227,7 +241,8 @@ def show_stage(s, folder, tok, summary, systems, autocast):
     """The ladder at the end of a stage that was run for its own sake, not because a later one needed it."""
     if not checkpoint.NEEDED:
         rows = ladder(s, folder, tok, summary, systems, autocast)
-        print(f"\nTest: {rows[0]['n']:,} users whose next purchase is among the {summary['config']['candidates']} candidates")
+        print(f"\nTest: {rows[0]['n']:,} users whose next purchase is among the {summary['config']['candidates']} "
+              "candidates")
         ranking.show_ladder(rows, summary["hit_test"])
 
 
@@ -272,7 +287,8 @@ def figures(folder, results):
     if found := results.get("frontier"):
         draw(folder / "frontier.svg", "R@1 against speed-up over AR (batch 1)", "speed-up", "R@1",
              {mode: [(r["speedup"], r["r1"]) for r in found if r["mode"] == mode] for mode in ("ar", "diffusion")})
-    for name, key in (("output_len", "tokens"), ("prompt_len", "cached"), ("batch", "batch"), ("block_len", "block_len")):
+    for name, key in (("output_len", "tokens"), ("candidates", "candidates"), ("prompt_len", "cached"), ("batch", "batch"),
+                      ("block_len", "block_len")):
         if rows := results.get("sweeps", {}).get(name):
             draw(folder / f"sweep_{name}.svg", f"speed-up at tau 0.9 by {name}", key, "speed-up",
                  {"diffusion": [(r[key], r["speedup"]) for r in rows]})
@@ -289,14 +305,15 @@ def main(argv=None):
     s = stage.settings(EvalSettings, {}, __doc__, argv)
     if s.only not in ("", "ladder", "frontier", "sweeps"):
         raise checkpoint.UserError(f"--only {s.only}: ladder, frontier or sweeps")
-    sample.check_settings(1 if s.block_len is None else s.block_len, 1.0)
+    sample.check_settings(s.block_len, 1.0)
     if s.threads:
         torch.set_num_threads(s.threads)
     folder, tok, summary = stage.load_data(s)
     students = checkpoint.students(s.out, s.preset)
     student = s.student or (students[-1] if students else "")
     if s.student and s.student not in students:
-        raise checkpoint.UserError(f"--student {s.student}: there is no {s.out}/{s.student}.pt; there are: {', '.join(students) or 'none'}")
+        raise checkpoint.UserError(f"--student {s.student}: there is no {s.out}/{s.student}.pt; there are: "
+                                   f"{', '.join(students) or 'none'}")
     if not checkpoint.weights(s.out, s.preset, "ar"):
         raise checkpoint.no_weights(s)
     print("weights: " + ", ".join(str(p) for n in checkpoint.NAMES if (p := checkpoint.weights(s.out, s.preset, n))))
@@ -308,15 +325,14 @@ def main(argv=None):
         systems += [("naive", "ar", s.block_len or 32, 0.9)] * bool(students)
         systems += [(name, name, s.block_len, tau) for name in students for tau in (1.0, 0.9)]
         stage.pick_dtype(s)
-        rows = ladder(s, folder, tok, summary, systems, stage.autocast(s))
+        rows = ladder(s, folder, tok, summary, systems, stage.autocast(s), s.time_users)
         print(f"Ladder, {s.dtype}: {rows[0]['n']:,} test users whose next purchase is among the candidates")
         ranking.show_ladder(rows, summary["hit_test"])
-        results["ladder"] = [{key: v for key, v in r.items() if key not in ("hits1", "n", "ndcg3_strict")} for r in rows]
+        results["ladder"] = [{key: v for key, v in r.items() if key != "users"} for r in rows]
     if s.only in ("", "frontier", "sweeps") and not student:
         print(f"\nno frontier: {s.out} has no diffusion weights; train them with python train_cft.py --preset {s.preset}")
     elif s.only != "ladder":
-        (ar, _), (model, state) = (checkpoint.load_model(checkpoint.weights(s.out, s.preset, n), tok, summary, checkpoint.remedy(s, n),
-                                                    s.device) for n in ("ar", student))
+        (ar, _), (model, state) = (checkpoint.open_model(s, name, tok, summary) for name in ("ar", student))
         s.block_len = s.block_len or checkpoint.block_len(state)
         rows, ar, model = frontier(s, folder, tok, summary, ar, model)
         print(f"\nFrontier of {student}: batch 1, {s.device}, {torch.get_num_threads()} threads; "

@@ -83,8 +83,10 @@ class Recorded:
             self.k.append(k)
             self.v.append(v)
             return k, v
-        k, v = (torch.cat((kept[layer].index_select(0, self.rows), new), 2) for kept, new in ((self.k, k), (self.v, v)))
-        return k, v
+        # A row of keys is looked up as a row of an embedding is. index_select gives the same; its backward adds element by
+        # element where embedding's adds whole rows, which on a CPU decides whether this costs a sixth of a step.
+        old = (F.embedding(self.rows, x[layer].flatten(1)).unflatten(1, x[layer].shape[1:]) for x in (self.k, self.v))
+        return tuple(torch.cat(pair, 2) for pair in zip(old, (k, v)))                    # each (m, heads, keys, head_dim)
 
 
 class Attention(nn.Module):
@@ -112,7 +114,7 @@ def rotate(x, rope):
     """
     cos, sin = rope
     a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-b, a), dim=-1) * sin
+    return (x * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)                      # angles may be finer than x
 
 
 class MLP(nn.Module):

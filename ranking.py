@@ -171,8 +171,9 @@ def consistent(output, tok):
 def ladder_row(system, prompts, rollouts, targets, tok, k, tau=None):
     """All that is said about one system on users whose target is a candidate: a row of results.json.
 
-    rollouts: sample.Rollout each (tokens, and nfe where something was decoded); targets: positions. The row keeps its
-    per-user "hits1" for paired intervals; the results file leaves it out. ndcg3_strict counts a failure as a miss instead of falling back to the pre-rank order.
+    rollouts: sample.Rollout each (tokens, and nfe where something was decoded); targets: positions. The row keeps a list
+    "users" of what each user contributes to R@1 and NDCG@3, for paired intervals; the results file leaves it out.
+    ndcg3_strict counts a failure as a miss instead of falling back to the pre-rank order.
     """
     outputs, counts = [r.tokens for r in rollouts], shown_counts(prompts, tok)
     parsed = [parse(o, tok, n) for o, n in zip(outputs, counts)]
@@ -196,16 +197,16 @@ def ladder_row(system, prompts, rollouts, targets, tok, k, tau=None):
 def order_row(system, orders, targets):
     """The accuracy part of a row, for anything that is just an order (floor, reverse, random, oracle)."""
     ranks = [rank_of(o, t) for o, t in zip(orders, targets)]
-    hits1 = [float(r == 1) for r in ranks]
+    users = {"r1": [float(r == 1) for r in ranks], "ndcg3": [metrics([r])["ndcg3"] for r in ranks]}
     m = metrics(ranks)
     row = {"system": system, "tau": None, "n": len(ranks)}
     row |= {key: m[key] for key in ("r1", "r3", "r5", "ndcg3", "ndcg5")}
-    return row | {"r1_ci": bootstrap(hits1), "hits1": hits1}
+    return row | {"r1_ci": bootstrap(users["r1"]), "users": users}
 
 
-def difference(row, other):
-    """R@1 of one row minus that of another on the same users: (mean, paired 95% interval)."""
-    return row["r1"] - other["r1"], bootstrap(row["hits1"], other["hits1"])
+def difference(row, other, key="r1"):
+    """R@1 (or NDCG@3, key "ndcg3") of one row minus that of another on the same users: (mean, paired 95% interval)."""
+    return row[key] - other[key], bootstrap(row["users"][key], other["users"][key])
 
 
 def shown_counts(prompts, tok):
@@ -218,13 +219,15 @@ def table(rows):
     def cell(row, key, form):
         return format(row[key], form) if row.get(key) is not None else ""
 
+    timed = any("speedup" in r for r in rows)
     lines = [f"{'system':16}{'tau':>5}{'R@1':>7}{'95% interval':>15}{'R@3':>7}{'NDCG@3':>8}{'valid':>8}{'ground.':>9}"
-             f"{'consist.':>9}{'copy':>7}{'NFE':>7}{'tok/NFE':>9}"]
+             f"{'consist.':>9}{'copy':>7}{'NFE':>7}{'tok/NFE':>9}" + f"{'speed-up':>10}" * timed]
     for r in rows:
         lines.append(f"{r['system']:16}{cell(r, 'tau', '.2f'):>5}{r['r1']:7.3f}"
                      f"{'[{:.3f}, {:.3f}]'.format(*r['r1_ci']):>15}{r['r3']:7.3f}{r['ndcg3']:8.3f}"
                      f"{cell(r, 'valid', '.1%'):>8}{cell(r, 'grounding', '.1%'):>9}{cell(r, 'consistency', '.1%'):>9}"
-                     f"{cell(r, 'copy_rate', '.1%'):>7}{cell(r, 'nfe', '.1f'):>7}{cell(r, 'tokens_per_nfe', '.1f'):>9}")
+                     f"{cell(r, 'copy_rate', '.1%'):>7}{cell(r, 'nfe', '.1f'):>7}{cell(r, 'tokens_per_nfe', '.1f'):>9}"
+                     + f"{cell(r, 'speedup', '.2f'):>10}" * timed)
     return "\n".join(lines)
 
 
@@ -238,8 +241,8 @@ def show_ladder(rows, hit_rate):
         print(f"{name}: R@1 on all users {r['r1'] * hit_rate:.4f} (floor {by_name['floor']['r1'] * hit_rate:.4f})")
         for other in (by_name["floor"], by_name.get("ar", r)):
             if other is not r:
-                mean, (low, high) = difference(r, other)
-                print(f"  R@1 minus {other['system']}: {mean:+.4f}, 95% interval [{low:+.4f}, {high:+.4f}], paired on "
-                      "the same users")
+                told = ("{:+.4f} [{:+.4f}, {:+.4f}]".format(mean, *ci) for mean, ci in
+                        (difference(r, other, key) for key in ("r1", "ndcg3")))
+                print(f"  minus {other['system']}, paired, 95% interval: R@1 {next(told)}, NDCG@3 {next(told)}")
         if r["failures"]:
             print("  failures: " + ", ".join(f"{kind} {share:.2%}" for kind, share in r["failures"].items()))

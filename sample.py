@@ -229,7 +229,8 @@ class Decoder:
 
 
 def check_settings(block_len, tau, temperature=0.0):
-    if block_len < 1:
+    """block_len None: not given, to be taken from the checkpoint."""
+    if block_len is not None and block_len < 1:
         raise UserError(f"block length {block_len}: at least 1 (1 is the AR decoder)")
     if not 0 < tau <= 1:
         raise UserError(f"tau {tau}: a probability, above 0 and up to 1")
@@ -310,7 +311,7 @@ def main(argv=None):
     ap.add_argument("--json", action="store_true", help="one JSON object instead of text")
     s = ap.parse_args(argv)
     s.out, s.data = s.out or f"out/{s.preset}", ""
-    check_settings(1 if s.block_len is None else s.block_len, s.tau, s.temperature)
+    check_settings(s.block_len, s.tau, s.temperature)
     stage.check_device(s.device)
     if not any(Path(s.out).glob("*.pt")) and not (checkpoint.SHIPPED / s.preset).exists():
         raise checkpoint.no_weights(s)
@@ -327,9 +328,8 @@ def main(argv=None):
     if s.student and not checkpoint.weights(s.out, s.preset, s.student):
         raise UserError(f"--student {s.student}: there is no {s.out}/{s.student}.pt")
     for name in ("ar", student):
-        path = checkpoint.weights(s.out, s.preset, name)
-        if path:
-            model, state = checkpoint.load_model(path, tok, summary, checkpoint.remedy(s, name), s.device)
+        if checkpoint.weights(s.out, s.preset, name):
+            model, state = checkpoint.open_model(s, name, tok, summary)
             models.append((name, 1 if name == "ar" else s.block_len or checkpoint.block_len(state), model))
     if not models:
         raise checkpoint.no_weights(s)

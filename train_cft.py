@@ -13,8 +13,8 @@ Loss: for a prompt p and output x, hide targets H (diffusion.draw_hidden) in two
     sum_{i in H} w_i * -log p(x_i | p, finished blocks before i's, the visible part of i's block) / sum_{i in H} w_i
 
 with the two views complementary, so that each target is hidden exactly once and no 1/t weight is needed. A step has
-(P + 3R)/(P + R) times the tokens of an AR step on the same rows. Left out: the paper's epochs over a fixed set (we count steps), and any
-noise level as an input to the network.
+(P + 3R)/(P + R) times the tokens of an AR step on the same rows. Left out: the paper's epochs over a fixed set (we
+count steps), and any noise level as an input to the network.
 """
 from dataclasses import dataclass
 
@@ -71,8 +71,7 @@ def main(argv=None):
     k = summary["config"]["candidates"]
 
     # === 1. The conversion: copy the weights, check that nothing else changed ===========================
-    model, found = checkpoint.load_model(checkpoint.weights(s.out, s.preset, s.start), tok, summary, checkpoint.remedy(s, s.start),
-                                    s.device)
+    model, found = checkpoint.open_model(s, s.start, tok, summary)
     rows = prepare.Rows(folder / "all.npz")
     with torch.no_grad():
         same_at_block_length_one(model, tok, rows[0], s.device)

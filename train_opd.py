@@ -47,8 +47,8 @@ class OPDSettings(stage.Settings):
 
 # `batch` counts prompts; a step has batch x group rollouts.
 PRESETS = {
-    "mini": dict(steps=20, batch=8, lr=2e-4, warmup=4, eval_every=10, eval_users=256, log_every=10),
-    "small": dict(steps=150, batch=12, micro=16, lr=1e-4, warmup=10, eval_every=50, eval_users=400, log_every=10),
+    "mini": dict(steps=20, batch=8, lr=5e-5, warmup=4, eval_every=10, eval_users=256, log_every=10),
+    "small": dict(steps=100, batch=12, micro=16, lr=2e-5, warmup=10, eval_every=25, eval_users=400, log_every=10),
     "beauty": dict(steps=1000, batch=128, micro=64, lr=1e-5, warmup=20, eval_every=100, eval_users=2000, log_every=10),
 }
 
@@ -87,15 +87,14 @@ def distil(student, teacher, prompts, rollouts, tok, s):
 
 def main(argv=None):
     s = stage.settings(OPDSettings, PRESETS, __doc__, argv)
-    sample.check_settings(1 if s.block_len is None else s.block_len, s.tau, s.temperature)
+    sample.check_settings(s.block_len, s.tau, s.temperature)
     if s.kl not in KINDS:
         raise checkpoint.UserError(f"--kl {s.kl}: one of {', '.join(KINDS)}")
     folder, tok, summary = stage.load_data(s)
     k = summary["config"]["candidates"]
     checkpoint.need(s, s.start)
     checkpoint.need(s, s.teacher)
-    (model, state), (teacher, _) = (checkpoint.load_model(checkpoint.weights(s.out, s.preset, name), tok, summary,
-                                                     checkpoint.remedy(s, name), s.device) for name in (s.start, s.teacher))
+    (model, state), (teacher, _) = (checkpoint.open_model(s, name, tok, summary) for name in (s.start, s.teacher))
     teacher.requires_grad_(False)
     s.block_len = s.block_len or checkpoint.block_len(state)
     stage.check_fits(model.cfg, prepare.Rows(folder / "all.npz"), s.block_len, k)
@@ -117,10 +116,10 @@ def main(argv=None):
 
     # === A step: decode, let the teacher read, score the student where it committed ======================
     rows = prepare.Rows(folder / "all.npz")
-    lengths = np.add(*rows.lengths())
+    alike = np.zeros(len(rows), dtype=int)                          # batches by length would be batches of like tasks
 
     def batch_loss(step):
-        pairs = roll_out(rows, stage.batch_rows(lengths, s.batch, s.seed, step), s.seed, step)
+        pairs = roll_out(rows, stage.batch_rows(alike, s.batch, s.seed, step), s.seed, step)
         tokens = sum(len(r.tokens) for _, r in pairs)
         run.log(rollout_tokens_per_nfe=tokens / sum(r.nfe for _, r in pairs),
                 rollout_no_eos=sum(r.tokens[-1] != tok.eos for _, r in pairs))
@@ -129,14 +128,14 @@ def main(argv=None):
     # === Validate: the divergence on the student's own outputs, and free greedy decoding =================
     prompts, targets = evaluate.validation_users(folder, s.eval_users)
     held = prepare.Rows(folder / "valid.npz")
-    fixed = list(range(0, len(held), max(len(held) // 16, 1)))[:16]
+    fixed = list(range(0, len(held), max(len(held) // 48, 1)))[:48]
 
     def validate(model):
         with torch.no_grad(), run.autocast():
             parts = micro_batches(roll_out(held, fixed, 12345))
             kl = sum(float(f()) for f, _ in parts) / sum(w for _, w in parts)
-        return {"kl": kl} | evaluate.validate_by_decoding(model, tok, prompts, targets, k, s.block_len, s.tau,
-                                                          run.autocast())
+        decoded = evaluate.validate_by_decoding(model, tok, prompts, targets, k, s.block_len, s.tau, run.autocast())
+        return {"kl": kl} | decoded | {"score": -kl}                # what this stage is for decides what is kept
 
     body, _ = model.size()
     if run.best == -math.inf:

@@ -53,7 +53,7 @@ class RLSettings(stage.Settings):
 # `batch` counts prompts of an optimiser step; a batch of rollouts has reuse x batch x group rows.
 PRESETS = {
     "mini": dict(steps=20, batch=8, lr=1e-4, warmup=4, eval_every=10, eval_users=256, log_every=10),
-    "small": dict(steps=200, batch=8, lr=5e-5, warmup=10, eval_every=50, eval_users=400, log_every=10),
+    "small": dict(steps=120, batch=16, lr=3e-5, warmup=10, eval_every=40, eval_users=2000, log_every=10),
     "beauty": dict(steps=600, batch=32, lr=5e-6, warmup=10, eval_every=50, eval_users=2000, log_every=10),
 }
 
@@ -129,16 +129,14 @@ def describe(b, kept):
 
 def main(argv=None):
     s = stage.settings(RLSettings, PRESETS, __doc__, argv)
-    sample.check_settings(1 if s.block_len is None else s.block_len, s.tau, s.temperature)
+    sample.check_settings(s.block_len, s.tau, s.temperature)
     if s.group < 2 or s.reuse < 1 or s.temperature == 0:
         raise checkpoint.UserError("--group at least 2, --reuse at least 1, --temperature above 0: rollouts must differ")
     folder, tok, summary = stage.load_data(s)
     checkpoint.need(s, s.start)
     k = summary["config"]["candidates"]
     s.dtype = "float32"           # the ratio must be 1 to 1e-5 before the first update; bf16 gives 1e-2
-    path = checkpoint.weights(s.out, s.preset, s.start)
-    (model, found), (start, _) = (checkpoint.load_model(path, tok, summary, checkpoint.remedy(s, s.start), s.device)
-                                    for _ in range(2))
+    (model, found), (start, _) = (checkpoint.open_model(s, s.start, tok, summary) for _ in range(2))
     start.requires_grad_(False)
     s.block_len = s.block_len or checkpoint.block_len(found)
     run = stage.Run(s.name, s, model, tok, summary)
@@ -147,13 +145,13 @@ def main(argv=None):
     rows = prepare.Rows(folder / "all.npz")
     stage.check_fits(model.cfg, rows, s.block_len, k)
     hits = np.flatnonzero(rows.target >= 0)                         # without the target there is nothing to reward
-    lengths = np.add(*rows.lengths())[hits]
+    alike = np.zeros(len(hits), dtype=int)                          # batches by length would be batches of like tasks
     state = {"batch": None}
 
     def batch_loss(step):
         phase, share = divmod(step, s.reuse)
         if share == 0 or state["batch"] is None:                    # after a resume within a phase: fresh rollouts
-            chosen = np.concatenate([hits[stage.batch_rows(lengths, s.batch, s.seed, phase * s.reuse + j)]
+            chosen = np.concatenate([hits[stage.batch_rows(alike, s.batch, s.seed, phase * s.reuse + j)]
                                      for j in range(s.reuse)])
             state["batch"] = roll_out(model, rows, chosen, tok, s, step, k)
         b = state["batch"]

@@ -81,7 +81,8 @@ def test_cft_resumes_bit_for_bit(trained, rows, tmp_path, monkeypatch):
 
 def test_results_file(trained, capsys, monkeypatch):
     monkeypatch.setattr(evaluate, "TAUS", (1.0, 0.4))
-    monkeypatch.setattr(evaluate, "SIZES", {"output_len": (3, 10), "prompt_len": (16, 32), "batch": (1, 2), "block_len": (4, 999)})
+    monkeypatch.setattr(evaluate, "SIZES", {"output_len": (8, 999), "candidates": (3, 10), "prompt_len": (16, 32),
+                                           "batch": (1, 2), "block_len": (4, 999)})
     evaluate.main(["--preset", "mini", "--out", str(trained), "--device", "cpu", "--block-len", "8", "--time-users", "2",
                    "--repeats", "1"])
     results = json.loads((trained / "results.json").read_text())
@@ -90,15 +91,15 @@ def test_results_file(trained, capsys, monkeypatch):
     assert {"random", "reverse", "floor", "teacher", "ar_sft", "ar", "naive", "cft", "opd", "rl", "oracle"} <= set(systems)
     assert systems["oracle"]["r1"] == 1.0 and systems["ar"]["nfe"] == pytest.approx(systems["ar"]["tokens"])
     for key in ("r1", "r3", "r5", "ndcg3", "ndcg5", "r1_ci", "valid", "failures", "copy_rate", "grounding", "consistency",
-                "nfe", "tokens", "tokens_per_nfe", "r1_minus_ar", "r1_minus_ar_ci"):
+                "nfe", "tokens", "tokens_per_nfe", "r1_minus_ar", "r1_minus_ar_ci", "ndcg3_minus_ar_ci", "speedup"):
         assert key in systems["cft"], key
     assert results["frontier"][0]["mode"] == "ar" and results["frontier"][0]["speedup"] == 1.0
     assert [row["tau"] for row in results["frontier"][1:]] == list(evaluate.TAUS)
-    assert {name: len(rows) for name, rows in results["sweeps"].items()} == {"output_len": 2, "prompt_len": 2, "batch": 2,
-                                                                             "block_len": 1}     # 999: too long
+    assert {name: len(rows) for name, rows in results["sweeps"].items()} == {"output_len": 2, "candidates": 2, "prompt_len": 2,
+                                                                             "batch": 2, "block_len": 1}    # 999: too long
     assert all(row["speedup"] > 0 for rows in results["sweeps"].values() for row in rows)
     lengths = [row["tokens"] for row in results["sweeps"]["output_len"]]
-    assert results["student"] == "rl" and len(lengths) == 2
+    assert results["student"] == "rl" and lengths[0] <= 8 < lengths[1] and systems["ar"]["speedup"] == 1.0
     assert "oracle" in capsys.readouterr().out
     for name in ("frontier", "sweep_batch", "rl_valid_r1", "opd_valid_kl"):
         assert (trained / f"{name}.svg").read_text().startswith("<svg")

@@ -121,7 +121,7 @@ def test_plain_orders_as_rows():
     assert reverse["r5"] == reverse["ndcg5"] == 0
     assert abs(random["r1"] - .1) < .04 and abs(random["r3"] - .3) < .06
     assert oracle["r1"] == oracle["ndcg3"] == oracle["ndcg5"] == 1 and oracle["r1_ci"] == [1, 1]
-    assert floor["hits1"] == [float(t == 0) for t in targets]
+    assert floor["users"]["r1"] == [float(t == 0) for t in targets]
 
 
 @pytest.mark.parametrize("order,target,rank,fmt", [
@@ -291,9 +291,10 @@ def test_ladder_row_by_hand(judged, tok):
     """Failures fall back to the pre-rank order in the accuracy, are misses in the strict figure, and are counted."""
     prompts, rollouts, targets = judged
     row = ladder_row("x", prompts, rollouts, targets, tok, 6, tau=0.9)
-    assert row["hits1"] == [1, 0, 1, 0, 0] and row["r1"] == .4 and row["r3"] == 1 and row["n"] == 5
+    assert row["users"]["r1"] == [1, 0, 1, 0, 0] and row["r1"] == .4 and row["r3"] == 1 and row["n"] == 5
     second = 1 / math.log2(3)
     assert row["ndcg3"] == pytest.approx((1 + second + 1 + .5 + second) / 5)
+    assert row["users"]["ndcg3"] == pytest.approx([1, second, 1, .5, second])
     assert row["ndcg3_strict"] == pytest.approx((1 + second + second) / 5)
     assert row["valid"] == .6 and row["failures"] == {"no_eos": .2, "duplicate": .2} and row["copy_rate"] == .2
     assert row["tau"] == .9 and row["consistency"] == .4 and row["grounding"] == pytest.approx(.6)
@@ -319,6 +320,9 @@ def test_difference_is_paired_with_the_other_row(judged, tok):
     mean, interval = ranking.difference(row, other)
     assert mean == pytest.approx(0) and interval == bootstrap([1, 0, 0, -1, 0])
     assert ranking.difference(row, row) == (0, [0, 0])
+    mean, interval = ranking.difference(row, other, "ndcg3")        # 1, s, 1, .5, s against s, s, 1, 1, s
+    first = 1 - 1 / math.log2(3)
+    assert mean == pytest.approx((first - .5) / 5) and interval == pytest.approx(bootstrap([first, 0, 0, -.5, 0]))
     mean, (_, high) = ranking.difference(order_row("w", [[1, 0]] * 4, [0] * 4), order_row("b", [[0, 1]] * 4, [0, 0, 0, 1]))
     assert mean == -.75 and high <= 0
 
@@ -341,5 +345,8 @@ def test_table_and_ladder_print(judged, tok, capsys):
     said = capsys.readouterr().out
     assert said.startswith("\n".join(lines)) and "ar: R@1 on all users 0.0400 (floor 0.0200)" in said
     assert "cft, tau 0.90: R@1 on all users" in said
-    assert "R@1 minus ar: +0.0000, 95% interval [+0.0000, +0.0000]" in said
-    assert said.count("failures: no_eos 20.00%, duplicate 20.00%") == 2 and said.count("R@1 minus floor: +0.2000") == 2
+    assert "minus ar, paired, 95% interval: R@1 +0.0000 [+0.0000, +0.0000], NDCG@3 +0.0000 [+0.0000, +0.0000]" in said
+    assert said.count("failures: no_eos 20.00%, duplicate 20.00%") == 2 and said.count("minus floor, paired") == 2
+    assert said.count("R@1 +0.2000") == 2
+    timed = ranking.table([floor, ar | {"speedup": 1.0}, cft | {"speedup": 7.25}]).split("\n")
+    assert timed[0].endswith("speed-up") and timed[1].endswith(" " * 10) and timed[3].split()[-1] == "7.25"

@@ -116,6 +116,28 @@ def test_nfe_counts_forwards_and_each_step_commits(model, prompts, tok):
         assert sorted(r.step[lo:lo + 4]) == [0, 1, 2, 3]
 
 
+def test_a_finished_block_is_read_once_and_only_for_its_own_row(model, prompts, tok):
+    """Alone, a row's clean block shares the next block's first forward; in a batch, the rows that have just finished a
+    block have a forward for themselves, and nobody else's tokens are read a second time."""
+    inner = model.forward
+    for batch, kinds in ((False, set()), (True, set())):
+        for some in [prompts] if batch else [[p] for p in prompts]:
+            shapes, waiting = [], [0]
+            model.forward = lambda x, *a, **k: shapes.append(tuple(x.shape)) or inner(x, *a, **k)
+            decoder = Decoder(model, [p for p, _ in some], tok, 4, 0.01, 20)
+            shapes.clear()                                          # without the prefill
+
+            def watch(d):
+                n, finished = shapes[-1][0], waiting[0]
+                before = [(finished, 4)] if 0 < finished < n else []
+                assert shapes == before + [(n, 8 if finished == n else 4)]
+                kinds.add("none" if not finished else "all" if finished == n else "some")
+                waiting[0] = int(d.pending.sum())
+                shapes.clear()
+            decoder.run(watch)
+        assert kinds >= ({"none", "some"} if batch else {"none", "all"})
+
+
 def test_only_the_active_block_changes(model, prompts, tok):
     """From step to step a committed token stays, a finished block stays, and so do the keys and values of all blocks
     but the active one and the one before it, whose clean values the next block's first step writes."""

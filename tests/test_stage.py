@@ -128,6 +128,15 @@ def test_other_settings_are_refused_on_resume(train):
         train("--lr", "0.5", "--resume")
 
 
+def test_a_state_from_before_a_flag_existed_is_gone_on_with(train, tmp_path):
+    train("--steps", "10")
+    state = torch.load(tmp_path / "ar_sft.state.pt", weights_only=True)
+    del state["settings"]["clip"]
+    checkpoint.save(tmp_path / "ar_sft.state.pt", state | {"step": 5})
+    train("--steps", "10", "--resume")
+    assert torch.load(tmp_path / "ar_sft.state.pt", weights_only=True)["step"] == 10
+
+
 def test_foreign_checkpoints_are_refused(tmp_path, prepared):
     _, tok, summary = prepared
     path = tmp_path / "ar.pt"
