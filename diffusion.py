@@ -256,8 +256,7 @@ def replay(model, prompts, rollouts, tok, block_len):
     """Trajectories (sample.Rollout: tokens, canvas, step), scored again: for each token up to and including the first
     <eos> (what follows it gets no reward, no KL and no gradient) the logits on the canvas on which it was committed.
 
-    Returns logits (m, vocab), target (m,), row (m,), place in the output (m,). A row costs P + R + NFE * B tokens, where
-    one forward a step with gradients would cost NFE * (P + R).
+    Returns logits (m, vocab), target (m,), row (m,), place in the output (m,). What it costs: `replay_tokens`.
     """
     device = model.embed.weight.device
     text = pack(prompts, [r.canvas for r in rollouts], tok, block_len).to(device)
@@ -275,3 +274,10 @@ def replay(model, prompts, rollouts, tok, block_len):
     scored = (step == k[:, None]) & (place < ends[row, None])
     return (*score_canvases(model, text, row, block, step >= k[:, None], scored, tok),
             row[:, None].expand_as(place)[scored], place[scored])
+
+
+def replay_tokens(prompts, rollouts, block_len):
+    """Tokens that replay reads for these rows: the text once, and each canvas, P + R + NFE * B a row. One forward a step
+    would read NFE * (P + R), and with gradients keep them all."""
+    canvases = sum(r.nfe for r in rollouts) * block_len * (block_len > 1)
+    return sum(len(p) + len(r.canvas) for p, r in zip(prompts, rollouts)) + canvases

@@ -123,7 +123,7 @@ def main(argv=None):
         tokens = sum(len(r.tokens) for _, r in pairs)
         run.log(rollout_tokens_per_nfe=tokens / sum(r.nfe for _, r in pairs),
                 rollout_no_eos=sum(r.tokens[-1] != tok.eos for _, r in pairs))
-        return micro_batches(pairs), sum(len(p) + len(r.canvas) + r.nfe * s.block_len for p, r in pairs)
+        return micro_batches(pairs), diffusion.replay_tokens(*zip(*pairs), s.block_len)
 
     # === Validate: the divergence on the student's own outputs, and free greedy decoding =================
     prompts, targets = evaluate.validation_users(folder, s.eval_users)

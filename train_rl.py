@@ -108,12 +108,14 @@ def roll_out(model, rows, chosen, tok, s, step, k):
     return Batch(step, prompts, rollouts, rewards, parts, parsed, targets)
 
 
-def describe(b, kept):
+def describe(b, kept, block_len):
     """What to watch beside the loss: parts of the reward, failures by kind, copies (apart for users whose input order
-    was already best), forwards."""
+    was already best), tokens per forward, and the tokens that replay reads as a share of those of a forward a step."""
     flat, parts = [p for group in b.parsed for p in group], [x for group in b.parts for x in group]
     copies = [(ranking.copied(p), t == 0) for group, t in zip(b.parsed, b.targets) for p in group]
     runs = [r for group in b.rollouts for r in group]
+    prompts = [p for p, group in zip(b.prompts, b.rollouts) for _ in group]
+    one_by_one = sum(r.nfe * (len(p) + len(r.canvas)) for p, r in zip(prompts, runs))
 
     def share(values):
         return sum(values) / max(len(values), 1)
@@ -124,7 +126,8 @@ def describe(b, kept):
             "failures": {f: n for f in ranking.FAILURES if (n := sum(p.failure == f for p in flat))},
             "copy_rate_target_first": share([c for c, first in copies if first]),
             "copy_rate_target_later": share([c for c, first in copies if not first]),
-            "tokens_per_nfe": sum(len(r.tokens) for r in runs) / sum(r.nfe for r in runs)}
+            "tokens_per_nfe": sum(len(r.tokens) for r in runs) / sum(r.nfe for r in runs),
+            "replay_share": diffusion.replay_tokens(prompts, runs, block_len) / one_by_one}
 
 
 def main(argv=None):
@@ -162,7 +165,7 @@ def main(argv=None):
         advantage, keep = advantages(b.rewards)
         kept = [i for i in mine if keep[i]]
         if not kept:
-            run.log(**describe(b, keep))
+            run.log(**describe(b, keep, s.block_len))
         seen = {"entropy": 0.0, "kl_to_start": 0.0, "clipped": 0.0, "ratio_off": 0.0, "tokens": 0}
 
         def group_loss(i):
@@ -183,11 +186,11 @@ def main(argv=None):
                 n = max(seen.pop("tokens"), 1)
                 off = seen.pop("ratio_off")
                 row = {key: v / n for key, v in seen.items() if key != "kl_to_start" or step % s.log_every == 0}
-                run.log(**describe(b, keep), **row, ratio_off=off, version=b.version)
+                run.log(**describe(b, keep, s.block_len), **row, ratio_off=off, version=b.version)
             return loss.sum() / len(old)
 
         parts = [(lambda i=i: group_loss(i), 1.0) for i in kept]
-        return parts, sum(len(b.prompts[i]) + len(r.canvas) + r.nfe * s.block_len for i in kept for r in b.rollouts[i])
+        return parts, sum(diffusion.replay_tokens([b.prompts[i]] * s.group, b.rollouts[i], s.block_len) for i in kept)
 
     # === 4. Validate by free decoding, greedily; keep some rollouts as text ==============================
     prompts, targets = evaluate.validation_users(folder, s.eval_users)

@@ -214,6 +214,7 @@ def test_replay_recomputes_the_recorded_log_probabilities(model, prompts, tok, b
     if b > 1:                                                       # the text once, then each canvas once
         length, longest = max(len(r.canvas) for r in rollouts), max(map(len, p))
         assert tokens == [len(p) * (longest - 1 + length - b), b * sum(r.nfe for r in rollouts)]
+        assert abs(sum(tokens) - diffusion.replay_tokens(p, rollouts, b)) <= len(p) * (longest + b)     # but for padding
 
 
 def test_naive_mask_starts_at_the_mean(model, tok):

@@ -57,7 +57,9 @@ def test_rollouts_are_judged_and_kept(batch, tok):
         for r, p, reward in zip(group, parsed, rewards):
             assert p == ranking.parse(r.tokens, tok, n)
             assert float(reward) == (-1 if p.failure else pytest.approx(ranking.reward(p, t, n)["total"]))
-    told = train_rl.describe(batch, torch.tensor([True, False, True]))
+    told = train_rl.describe(batch, torch.tensor([True, False, True]), 4)
+    runs = [(len(p) + len(r.canvas), r.nfe) for p, group in zip(batch.prompts, batch.rollouts) for r in group]
+    assert told["replay_share"] == sum(n + 4 * nfe for n, nfe in runs) / sum(n * nfe for n, nfe in runs)
     assert told["dropped_groups"] == 1 and told["valid"] == 0 and told["reward"] == told["reward_invalid"] == -1
 
 
