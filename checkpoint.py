@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+import diffusion
 from model import ModelConfig, Transformer
 
 NAMES = ("ar_sft", "ar", "cft", "opd", "cft_rl", "rl")                  # weights, in the ladder's order
@@ -137,12 +138,32 @@ def open_model(s, name, tok, summary):
     return load_model(path, tok, summary, remedy(s, name), s.device)
 
 
+def open_student(s, name, tok, summary, block_len=None):
+    """(model, block length) to decode in blocks: as long as it was trained at, if none is given. AR weights have never
+    seen a <mask>: they are converted first, which without any training is the naive conversion."""
+    model, state = open_model(s, name, tok, summary)
+    if state["settings"].get("block_len", 1) == 1 and block_len != 1:
+        diffusion.convert(model, tok)
+    return model, block_len or trained_block_len(state)
+
+
+def pick_student(s):
+    """Name of the diffusion weights that were asked for by --student, or the last stage's; None if there are none."""
+    there = students(s.out, s.preset)
+    if not s.student:
+        return there[-1] if there else None
+    if s.student.startswith("ar") or not weights(s.out, s.preset, s.student):
+        raise UserError(f"--student {s.student}: no diffusion weights of that name in {s.out}; there are: "
+                        f"{', '.join(there) or 'none'}")
+    return s.student
+
+
 def students(out, preset):
     """Names of the diffusion weights that are there, in the ladder's order."""
     return [name for name in NAMES if not name.startswith("ar") and weights(out, preset, name)]
 
 
-def block_len(state):
+def trained_block_len(state):
     """The block length that a checkpoint was trained at; 32 for AR weights, which are to be converted."""
     trained = state["settings"].get("block_len", 1)
     return trained if trained > 1 else 32

@@ -24,7 +24,6 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-import diffusion
 import ranking
 import sample
 import stage
@@ -94,11 +93,8 @@ def ladder(s, folder, tok, summary, systems, autocast, time_users=0):
            ranking.ladder_row("teacher", prompts, [sample.Rollout(o) for o in written], targets, tok, k)]
     modes = []
     for system, name, block_len, tau in systems:
-        model, state = checkpoint.open_model(s, name, tok, summary)
-        block_len = block_len or checkpoint.block_len(state)
+        model, block_len = checkpoint.open_student(s, name, tok, summary, 1 if tau is None else block_len)
         modes.append((model, block_len, tau))
-        if system == "naive":
-            diffusion.convert(model, tok)
         with autocast, tqdm(total=len(hits), desc=f"{system} {tau or ''}", leave=False, disable=None) as bar:
             done = sample.decode(model, prompts, tok, block_len, tau or 1.0, longest_output(k), bar=bar)
         out.append(ranking.ladder_row(system, prompts, done, targets, tok, k, tau))
@@ -199,7 +195,7 @@ def forward_cost(model, tokens, cached, repeats=30):
 def sweeps(s, folder, tok, summary, ar, student):
     """What the speed-up depends on, at tau = .9: rows under each name of SIZES.
 
-    output_len  outputs cut off after so many tokens; candidates: whole, shorter outputs about fewer of them
+    output_len  outputs cut off after so many tokens; candidates: whole outputs, shorter as they are about fewer
     prompt_len  the cost of one forward, block over single token, by cached tokens, and the speed-up that it leaves
     batch       rows decoded together; block_len  other blocks than the ones trained on, with their validity
     """
@@ -215,7 +211,8 @@ def sweeps(s, folder, tok, summary, ar, student):
         shorter = [fewer(p, tok, n) for p in prompts[:200]]
         _, row = race(both, [[p] for p in shorter[:s.time_users]], tok, longest_output(k), s.repeats)
         done = sample.decode(student, shorter, tok, s.block_len, 0.9, longest_output(k))
-        valid = sum(ranking.parse(r.tokens, tok, n).failure is None for r in done) / len(done)
+        failed = [ranking.parse(r.tokens, tok, m).failure for r, m in zip(done, ranking.shown_counts(shorter, tok))]
+        valid = failed.count(None) / len(done)
         out["candidates"].append({"candidates": n} | row | {"valid": valid})
     for cached in SIZES["prompt_len"]:
         one, block = forward_cost(ar, 1, cached), forward_cost(student, s.block_len, cached)
@@ -309,20 +306,19 @@ def main(argv=None):
     if s.threads:
         torch.set_num_threads(s.threads)
     folder, tok, summary = stage.load_data(s)
-    students = checkpoint.students(s.out, s.preset)
-    student = s.student or (students[-1] if students else "")
-    if s.student and s.student not in students:
-        raise checkpoint.UserError(f"--student {s.student}: there is no {s.out}/{s.student}.pt; there are: "
-                                   f"{', '.join(students) or 'none'}")
+    students, student = checkpoint.students(s.out, s.preset), checkpoint.pick_student(s)
     if not checkpoint.weights(s.out, s.preset, "ar"):
         raise checkpoint.no_weights(s)
     print("weights: " + ", ".join(str(p) for n in checkpoint.NAMES if (p := checkpoint.weights(s.out, s.preset, n))))
     file = Path(s.out) / "results.json"
-    results = json.loads(file.read_text()) if file.exists() else {}
+    try:
+        results = json.loads(file.read_text()) if file.exists() else {}
+    except ValueError:
+        raise checkpoint.UserError(f"{file} cannot be read; delete it, and what it held is measured again")
     results |= {"preset": s.preset, "seed": s.seed, "device": s.device, "n_users": summary["test_users_with_hit"]}
     if s.only in ("", "ladder"):
         systems = [(name, name, 1, None) for name in ("ar_sft", "ar") if checkpoint.weights(s.out, s.preset, name)]
-        systems += [("naive", "ar", s.block_len or 32, 0.9)] * bool(students)
+        systems += [("naive", "ar", s.block_len, 0.9)] * bool(students)
         systems += [(name, name, s.block_len, tau) for name in students for tau in (1.0, 0.9)]
         stage.pick_dtype(s)
         rows = ladder(s, folder, tok, summary, systems, stage.autocast(s), s.time_users)
@@ -332,8 +328,8 @@ def main(argv=None):
     if s.only in ("", "frontier", "sweeps") and not student:
         print(f"\nno frontier: {s.out} has no diffusion weights; train them with python train_cft.py --preset {s.preset}")
     elif s.only != "ladder":
-        (ar, _), (model, state) = (checkpoint.open_model(s, name, tok, summary) for name in ("ar", student))
-        s.block_len = s.block_len or checkpoint.block_len(state)
+        ar, _ = checkpoint.open_model(s, "ar", tok, summary)
+        model, s.block_len = checkpoint.open_student(s, student, tok, summary, s.block_len)
         rows, ar, model = frontier(s, folder, tok, summary, ar, model)
         print(f"\nFrontier of {student}: batch 1, {s.device}, {torch.get_num_threads()} threads; "
               f"accuracy of {rows[0]['users']:,} users; time of {s.time_users}, median of {s.repeats} repeats")

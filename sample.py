@@ -34,7 +34,8 @@ class Rollout:
     """One decoded output. tokens end with the first <eos>, or with the last block if none came.
 
     The trajectory: step[i] and logprob[i] say at which step of its block token i of `canvas` (tokens and tail, whole
-    blocks) was committed, and with which log-probability; nfe counts this row's forwards, without the prefill.
+    blocks) was committed, and with which log-probability; nfe counts this row's steps, each one forward, without the
+    prefill (and, in a larger batch, without the extra read of a finished block: Decoder.forward).
     """
     tokens: list
     canvas: list = field(default_factory=list)
@@ -234,7 +235,7 @@ def check_settings(block_len, tau, temperature=0.0):
         raise UserError(f"block length {block_len}: at least 1 (1 is the AR decoder)")
     if not 0 < tau <= 1:
         raise UserError(f"tau {tau}: a probability, above 0 and up to 1")
-    if temperature < 0:
+    if not temperature >= 0:                                        # nor nan
         raise UserError(f"temperature {temperature}: 0 (greedy) or above")
 
 
@@ -324,13 +325,10 @@ def main(argv=None):
         raise UserError(f"no user {s.user}: numbers run from 0 to {len(split.user) - 1}, and a user needs enough "
                         "purchases to have a test row")
     models = []
-    student = s.student or (checkpoint.students(s.out, s.preset) or ["cft"])[-1]
-    if s.student and not checkpoint.weights(s.out, s.preset, s.student):
-        raise UserError(f"--student {s.student}: there is no {s.out}/{s.student}.pt")
-    for name in ("ar", student):
-        if checkpoint.weights(s.out, s.preset, name):
-            model, state = checkpoint.open_model(s, name, tok, summary)
-            models.append((name, 1 if name == "ar" else s.block_len or checkpoint.block_len(state), model))
+    if checkpoint.weights(s.out, s.preset, "ar"):
+        models.append(("ar", 1, checkpoint.open_model(s, "ar", tok, summary)[0]))
+    if student := checkpoint.pick_student(s):
+        models.append((student, *reversed(checkpoint.open_student(s, student, tok, summary, s.block_len))))
     if not models:
         raise checkpoint.no_weights(s)
     r = names.index(str(s.user))

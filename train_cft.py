@@ -32,7 +32,7 @@ from stage import flag
 
 @dataclass
 class CFTSettings(stage.Settings):
-    start: str = flag("ar", "name of the weights to start from (cft: train those further)")
+    start: str = flag("ar", "name of the weights to start from")
     name: str = flag("cft", "name of the weights that are written, <out>/<name>.pt")
     block_len: int = flag(32, "targets of a block")
     schedule: str = flag("complementary", f"masking schedule: one of {', '.join(diffusion.SCHEDULES)}")
@@ -48,15 +48,15 @@ PRESETS = {
 }
 
 
-def same_at_block_length_one(model, tok, row, device):
-    """Logits at B = 1 equal those of a plain causal forward: nothing was lost on the way."""
+def same_at_block_length_one(ar, converted, tok, row, device):
+    """The converted model's logits at B = 1 equal those of AR's plain causal forward: nothing was lost on the way."""
     prompt, output = row
-    text = diffusion.pack([prompt], [output], tok, block_len=1)
-    logits, _ = diffusion.score(model, text, torch.ones_like(text.target, dtype=torch.bool), tok)
     x = torch.tensor([prompt + output[:-1]], device=device)
     causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=device).tril()
-    hidden = model(x, torch.arange(x.shape[1], device=device)[None], causal)[0, len(prompt) - 1:]
-    plain = diffusion.output_logits(model, hidden, tok)
+    hidden = ar(x, torch.arange(x.shape[1], device=device)[None], causal)[0, len(prompt) - 1:]
+    plain = diffusion.output_logits(ar, hidden, tok)
+    text = diffusion.pack([prompt], [output], tok, block_len=1)
+    logits, _ = diffusion.score(converted, text, torch.ones_like(text.target, dtype=torch.bool), tok)
     if not torch.allclose(logits, plain, atol=1e-4, rtol=1e-4):
         raise RuntimeError("the conversion changed the model: logits at block length 1 differ from the AR model's")
 
@@ -71,12 +71,11 @@ def main(argv=None):
     k = summary["config"]["candidates"]
 
     # === 1. The conversion: copy the weights, check that nothing else changed ===========================
-    model, found = checkpoint.open_model(s, s.start, tok, summary)
+    before, _ = checkpoint.open_model(s, s.start, tok, summary)
+    model, _ = checkpoint.open_student(s, s.start, tok, summary)
     rows = prepare.Rows(folder / "all.npz")
     with torch.no_grad():
-        same_at_block_length_one(model, tok, rows[0], s.device)
-    if found["settings"].get("block_len", 1) == 1:                  # AR weights: they have never seen a <mask>
-        diffusion.convert(model, tok)
+        same_at_block_length_one(before, model, tok, rows[0], s.device)
     run = stage.Run(s.name, s, model, tok, summary)
     lengths = np.add(rows.lengths()[0], 3 * rows.lengths()[1])
     stage.check_fits(model.cfg, rows, s.block_len, k)

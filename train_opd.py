@@ -47,7 +47,7 @@ class OPDSettings(stage.Settings):
 
 # `batch` counts prompts; a step has batch x group rollouts.
 PRESETS = {
-    "mini": dict(steps=20, batch=8, lr=5e-5, warmup=4, eval_every=10, eval_users=256, log_every=10),
+    "mini": dict(steps=12, batch=8, lr=5e-5, warmup=4, eval_every=6, eval_users=256, log_every=3),
     "small": dict(steps=100, batch=12, micro=16, lr=2e-5, warmup=10, eval_every=25, eval_users=400, log_every=10),
     "beauty": dict(steps=1000, batch=128, micro=64, lr=1e-5, warmup=20, eval_every=100, eval_users=2000, log_every=10),
 }
@@ -72,7 +72,7 @@ def divergence(teacher, student, kind):
 
 
 def distil(student, teacher, prompts, rollouts, tok, s):
-    """(sum of w D, sum of w) over the committed tokens of some rollouts. No gradient reaches the teacher."""
+    """Sum of w D over the committed tokens of some rollouts. No gradient reaches the teacher."""
     q, _, row, place = diffusion.replay(student, prompts, rollouts, tok, s.block_len)    # (m, vocab), (m,), (m,)
     with torch.no_grad():
         causal = diffusion.pack(prompts, [r.tokens for r in rollouts], tok, block_len=1)
@@ -82,7 +82,7 @@ def distil(student, teacher, prompts, rollouts, tok, s):
     w = diffusion.token_weights([r.tokens for r in rollouts], there.shape[1], tok, s.reasoning, s.answer, 0.0)
     w = w.to(q.device)[row, place]
     d = divergence(p[at].log_softmax(-1), q.log_softmax(-1), s.kl)
-    return (w * d).sum(), float(w.sum())
+    return (w * d).sum()
 
 
 def main(argv=None):
@@ -94,11 +94,11 @@ def main(argv=None):
     k = summary["config"]["candidates"]
     checkpoint.need(s, s.start)
     checkpoint.need(s, s.teacher)
-    (model, state), (teacher, _) = (checkpoint.open_model(s, name, tok, summary) for name in (s.start, s.teacher))
+    model, s.block_len = checkpoint.open_student(s, s.start, tok, summary, s.block_len)
+    teacher, _ = checkpoint.open_model(s, s.teacher, tok, summary)
     teacher.requires_grad_(False)
-    s.block_len = s.block_len or checkpoint.block_len(state)
     stage.check_fits(model.cfg, prepare.Rows(folder / "all.npz"), s.block_len, k)
-    run = stage.Run(s.name, s, model, tok, summary)
+    run = stage.Run(s.name, s, model, tok, summary, noise=0.0)      # the score is a divergence on fixed draws
 
     def roll_out(rows, chosen, *key):
         prompts, groups = stage.roll_out(model, rows, chosen, tok, s, k, *key)
@@ -111,7 +111,7 @@ def main(argv=None):
             prompts, rollouts = map(list, zip(*pairs[lo:lo + (s.micro or len(pairs))]))
             w = diffusion.token_weights([r.tokens for r in rollouts], max(len(r.tokens) for r in rollouts), tok,
                                         s.reasoning, s.answer, 0.0)
-            parts.append((lambda p=prompts, r=rollouts: distil(run.model, teacher, p, r, tok, s)[0], float(w.sum())))
+            parts.append((lambda p=prompts, r=rollouts: distil(run.model, teacher, p, r, tok, s), float(w.sum())))
         return parts
 
     # === A step: decode, let the teacher read, score the student where it committed ======================
@@ -142,7 +142,7 @@ def main(argv=None):
         run.check(validate)                                         # the curve begins where CFT ended
     run.train(batch_loss, validate, lambda tokens: 6 * body * tokens)
     evaluate.show_stage(s, folder, tok, summary, [("ar", "ar", 1, None)] + [
-        (name, name, s.block_len, s.tau) for name in (s.start, s.name)], run.autocast())
+        ("naive" if name.startswith("ar") else name, name, s.block_len, s.tau) for name in (s.start, s.name)], run.autocast())
 
 
 if __name__ == "__main__":

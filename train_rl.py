@@ -133,15 +133,15 @@ def describe(b, kept, block_len):
 def main(argv=None):
     s = stage.settings(RLSettings, PRESETS, __doc__, argv)
     sample.check_settings(s.block_len, s.tau, s.temperature)
-    if s.group < 2 or s.reuse < 1 or s.temperature == 0:
-        raise checkpoint.UserError("--group at least 2, --reuse at least 1, --temperature above 0: rollouts must differ")
+    if s.group < 2 or s.temperature == 0:
+        raise checkpoint.UserError("--group at least 2 and --temperature above 0: rollouts must differ")
     folder, tok, summary = stage.load_data(s)
     checkpoint.need(s, s.start)
     k = summary["config"]["candidates"]
     s.dtype = "float32"           # the ratio must be 1 to 1e-5 before the first update; bf16 gives 1e-2
-    (model, found), (start, _) = (checkpoint.open_model(s, s.start, tok, summary) for _ in range(2))
+    (model, block_len), (start, _) = (checkpoint.open_student(s, s.start, tok, summary, s.block_len) for _ in range(2))
     start.requires_grad_(False)
-    s.block_len = s.block_len or checkpoint.block_len(found)
+    s.block_len = block_len
     run = stage.Run(s.name, s, model, tok, summary)
 
     # === 3. A step: its share of the groups, replayed ===================================================
@@ -165,7 +165,7 @@ def main(argv=None):
         advantage, keep = advantages(b.rewards)
         kept = [i for i in mine if keep[i]]
         if not kept:
-            run.log(**describe(b, keep, s.block_len))
+            run.log(**describe(b, keep[list(mine)], s.block_len))
         seen = {"entropy": 0.0, "kl_to_start": 0.0, "clipped": 0.0, "ratio_off": 0.0, "tokens": 0}
 
         def group_loss(i):
@@ -186,7 +186,7 @@ def main(argv=None):
                 n = max(seen.pop("tokens"), 1)
                 off = seen.pop("ratio_off")
                 row = {key: v / n for key, v in seen.items() if key != "kl_to_start" or step % s.log_every == 0}
-                run.log(**describe(b, keep, s.block_len), **row, ratio_off=off, version=b.version)
+                run.log(**describe(b, keep[list(mine)], s.block_len), **row, ratio_off=off, version=b.version)
             return loss.sum() / len(old)
 
         parts = [(lambda i=i: group_loss(i), 1.0) for i in kept]
@@ -212,7 +212,8 @@ def main(argv=None):
     run.train(batch_loss, validate, lambda tokens: 6 * body * tokens)
     if s.block_len > 1:                                             # train_ar.py shows its own
         evaluate.show_stage(s, folder, tok, summary, [("ar", "ar", 1, None)] + [
-            (name, name, s.block_len, s.tau) for name in (s.start, s.name)], run.autocast())
+            ("naive" if name.startswith("ar") else name, name, s.block_len, s.tau) for name in (s.start, s.name)],
+                            run.autocast())
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class DataConfig:
     folds: int = flag(retriever.FOLDS, "how many of the five folds of users give training prefixes")
     sids: int = flag(0, "1: the prompt shows each item's four semantic-ID tokens")
     title_tokens: int = flag(0, "the prompt shows each title cut to so many pieces")
-    reasoning: int = flag(1, "0: outputs are the answer alone, without the reasoning before it")
+    answer_only: bool = flag(False, "outputs are the answer alone, without the reasoning before it")
     merges: int = flag(256, "size of the BPE beyond the 256 bytes")
     drop: float = flag(0.1, "share of training rows from which candidates are removed at random")
     tries: int = flag(4, "draws per prompt in rejection sampling")
@@ -76,6 +76,7 @@ PRESETS = {
     "small": DataConfig(),
     "beauty": DataConfig(sids=1, title_tokens=12, merges=4096),
 }
+ADDED = {"answer_only": False}       # settings younger than the weights in the clone, with the value those were made at
 LONGEST = 1000                       # of a longer history the newest count: its prefixes would cost its square
 MOST_ITEMS = 30_000                  # four dense items x items matrices: 10 GB at this size, 2 GB for Beauty
 # What Beauty gave when this was written, for the eye: users, items and interactions are the field's 5-core counts.
@@ -136,7 +137,7 @@ def rows_of(c, shown, target, grade, pick, tok, extra, cfg):
     """One set of rows as arrays ready for np.savez."""
     about = None if extra is None else (extra[c.history], extra[c.item])
     prompt, prompt_at = dataset.flatten(dataset.prompts(shown, tok, about))
-    output, output_at = dataset.flatten(dataset.traces(shown, tok, grade, pick, bool(cfg.reasoning)))
+    output, output_at = dataset.flatten(dataset.traces(shown, tok, grade, pick, not cfg.answer_only))
     return {"prompt": prompt, "prompt_at": prompt_at, "output": output, "output_at": output_at,
             "target": target.astype(np.int8), "n": (shown.brand >= 0).sum(1).astype(np.int8)}
 
@@ -204,9 +205,9 @@ def build(cfg, say=print):
 
 def fingerprint(split, tok, cfg):
     """What a checkpoint must share with the rows it is used on: purchases, catalogue, token ids and settings. Not the
-    rows themselves: a k-means or a teacher fitted on another machine may differ in a last bit, and move a few grades. Of
-    the settings, those that are not at their default: one that is added later leaves old checkpoints usable."""
-    settings = {f.name: value for f in fields(cfg) if (value := getattr(cfg, f.name)) != f.default and f.name != "data"}
+    rows themselves: a k-means or a teacher fitted on another machine may differ in a last bit, and move a few grades.
+    A setting of ADDED counts only where it is not what it was before there was a flag for it."""
+    settings = {k: v for k, v in asdict(cfg).items() if k != "data" and (k not in ADDED or v != ADDED[k])}
     parts = (split.histories, split.asin, split.brand, split.path, split.title, tok.state(), settings)
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
@@ -325,6 +326,8 @@ def check(cfg):
     for name, least in (("core", 1), ("title_tokens", 0), ("merges", 0), ("tries", 1), ("data_seed", 0)):
         if getattr(cfg, name) < least:
             raise DataError(f"--{name} {getattr(cfg, name)}: at least {least}")
+    if cfg.sids not in (0, 1):
+        raise DataError(f"--sids {cfg.sids}: 0 or 1")
     if not 0 <= cfg.drop <= 1 or not cfg.temperature > 0:
         raise DataError(f"--drop {cfg.drop} (between 0 and 1) or --temperature {cfg.temperature} (above 0) cannot work")
 

@@ -438,11 +438,11 @@ def test_traces_parse_and_are_true(shown, tok, n):
 
 
 def test_without_reasoning_the_same_answers_stand_alone(split_folder, made, tok):
-    """--reasoning 0: the same prompts, outputs cut down to <answer> ... <eos>, other rows to a checkpoint. A setting at
+    """--answer-only: the same prompts, outputs cut down to <answer> ... <eos>, other rows to a checkpoint. A setting at
     its default is not part of the fingerprint, so one that is added later refuses no old weights."""
-    bare, bare_tok, summary = build(split_folder, reasoning=0)
+    bare, bare_tok, summary = build(split_folder, answer_only=True)
     assert np.array_equal(bare["all"]["prompt"], made[0]["all"]["prompt"]) and bare_tok.state() == tok.state()
-    assert summary["fingerprint"] != made[2]["fingerprint"] == build(split_folder, reasoning=1)[2]["fingerprint"]
+    assert summary["fingerprint"] != made[2]["fingerprint"] == build(split_folder, answer_only=False)[2]["fingerprint"]
     full, at = made[0]["all"]["output"], made[0]["all"]["output_at"]
     for r in range(0, len(at) - 1, 50):
         whole, lo = full[at[r]:at[r + 1]].tolist(), bare["all"]["output_at"][r]

@@ -57,6 +57,41 @@ def test_rl_and_distillation_log_what_to_watch(trained):
     assert len(kl) == 2 and all(v >= 0 for v in kl)                 # before the first step, and at the end
 
 
+def test_without_cft_the_ar_weights_are_converted(trained, tmp_path, monkeypatch, capsys):
+    """Distilled straight from AR: <mask> starts at the mean of the others, and the table calls the start naive."""
+    monkeypatch.setitem(train_opd.PRESETS, "mini", QUICK | {"group": 2, "steps": 1})
+    for name in ("data", "ar.pt"):
+        (tmp_path / name).symlink_to(trained / name)
+    train_opd.main(["--preset", "mini", "--out", str(tmp_path), "--device", "cpu", "--start", "ar", "--lr", "0"])
+    said = capsys.readouterr().out
+    assert "\nnaive " in said and "\nopd " in said
+    ar, opd = (torch.load(tmp_path / f"{n}.pt", weights_only=True)["model"]["embed.weight"] for n in ("ar", "opd"))
+    moved = (ar != opd).any(1).nonzero().flatten().tolist()
+    assert len(moved) == 1 and torch.allclose(opd[moved[0]], torch.cat((ar[:moved[0]], ar[moved[0] + 1:])).mean(0), atol=1e-6)
+
+
+def test_a_student_is_asked_for_by_name(trained, tmp_path):
+    """Any diffusion weights in the folder, whatever a stage called them; AR's are no student, and a name must be there."""
+    for name in ("data", "ar.pt", "cft.pt"):
+        (tmp_path / name).symlink_to(trained / name)
+    (tmp_path / "mine.pt").symlink_to(trained / "cft.pt")
+    s = evaluate.EvalSettings(preset="mini", out=str(tmp_path))
+    assert checkpoint.pick_student(s) == "cft"
+    s.student = "mine"
+    assert checkpoint.pick_student(s) == "mine"
+    for s.student in ("ar", "opd"):
+        with pytest.raises(checkpoint.UserError, match=f"--student {s.student}.*there are: cft"):
+            checkpoint.pick_student(s)
+
+
+def test_a_results_file_that_cannot_be_read_is_named(trained, tmp_path):
+    for name in ("data", "ar.pt"):
+        (tmp_path / name).symlink_to(trained / name)
+    (tmp_path / "results.json").write_text("{")
+    with pytest.raises(checkpoint.UserError, match="results.json"):
+        evaluate.main(["--preset", "mini", "--out", str(tmp_path), "--device", "cpu"])
+
+
 def test_cft_resumes_bit_for_bit(trained, rows, tmp_path, monkeypatch):
     monkeypatch.setitem(stage.MODELS, "mini", dict(width=16, layers=1, heads=1, ctx_len=320))
     whole = torch.load(trained / "cft.state.pt", weights_only=True)

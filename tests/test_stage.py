@@ -218,7 +218,9 @@ def test_mistakes_are_one_line(args, says, rows, tmp_path):
 
 
 @pytest.mark.parametrize("flag,value", [("micro", "-1"), ("dtype", "float16"), ("seed", "-1"), ("lr", "-1"), ("decay", "-1"),
-                                        ("device", "banana"), ("device", "cuda:99"), ("eval-users", "0")])
+                                        ("device", "banana"), ("device", "cuda:99"), ("device", "meta"), ("clip", "0.0"),
+                                        ("eval-users", "0"), ("answer", "-1.0"), ("reasoning", "nan"), ("rl-steps", "-3"),
+                                        ("accepted-steps", "-1"), ("seed", str(2**63))])
 def test_values_that_cannot_be_used_are_named(flag, value):
     """Before anything is prepared or written."""
     with pytest.raises(checkpoint.UserError, match=f"--{flag} {value}"):
