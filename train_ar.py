@@ -33,7 +33,7 @@ class ARSettings(stage.Settings):
 
 
 PRESETS = {
-    "mini": dict(steps=450, accepted_steps=20, rl_steps=10, eval_every=215, eval_users=256, warmup=50, lr=2e-3),
+    "mini": dict(steps=400, accepted_steps=20, rl_steps=10, eval_every=380, eval_users=256, warmup=50, lr=2e-3),
     "small": dict(steps=3200, accepted_steps=60, rl_steps=100, eval_every=400, eval_users=400),
     "beauty": dict(steps=8000, accepted_steps=800, rl_steps=300, batch=128, lr=6e-4, warmup=300, eval_every=800, eval_users=2000),
 }

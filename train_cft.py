@@ -42,7 +42,7 @@ class CFTSettings(stage.Settings):
 
 
 PRESETS = {
-    "mini": dict(steps=230, eval_every=230, eval_users=256, warmup=30, lr=1.5e-3),
+    "mini": dict(steps=210, eval_every=210, eval_users=256, warmup=30, lr=1.5e-3),
     "small": dict(steps=1800, eval_every=300, eval_users=400, lr=1.2e-3),
     "beauty": dict(steps=6000, batch=128, lr=4e-4, warmup=200, eval_every=600, eval_users=2000),
 }

@@ -201,5 +201,5 @@ def traces(s, tok, grade, pick=None, reasoning=True):
 
 
 def longest_output(k):
-    """Most tokens that an output about k candidates may take: its regular length and a little to spare."""
-    return 8 + 2 * TOP + k * (LINE + 1) + 8
+    """Tokens of an output about k candidates, to its <eos>. Nothing longer can be valid, so decoding stops there."""
+    return 8 + 2 * TOP + k * (LINE + 1)
