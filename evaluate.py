@@ -24,6 +24,7 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
+import machine
 import ranking
 import sample
 import stage
@@ -142,7 +143,7 @@ def race(modes, batches, tok, max_len, repeats):
 def fastest(model, prompts, tok, block_len, tau, max_len):
     """The model in float32 or bfloat16, whichever decodes these prompts faster here: a forward of one token is bound
     by its own overhead, one of 32 by arithmetic, so AR and diffusion need not agree."""
-    if stage.matmul_rate(str(model.embed.weight.device), torch.bfloat16, 0.05) < 1e10:
+    if machine.matmul_rate(str(model.embed.weight.device), torch.bfloat16, 0.05) < 1e10:
         return model                                                # emulated: do not even try
     half = copy.deepcopy(model).bfloat16()
     seconds = [min(sample.timed(m, prompts, tok, block_len, tau, max_len)[1] for _ in range(4)) for m in (model, half)]
@@ -320,8 +321,8 @@ def main(argv=None):
         systems = [(name, name, 1, None) for name in ("ar_sft", "ar") if checkpoint.weights(s.out, s.preset, name)]
         systems += [("naive", "ar", s.block_len, 0.9)] * bool(students)
         systems += [(name, name, s.block_len, tau) for name in students for tau in (1.0, 0.9)]
-        stage.pick_dtype(s)
-        rows = ladder(s, folder, tok, summary, systems, stage.autocast(s), s.time_users)
+        machine.pick_dtype(s)
+        rows = ladder(s, folder, tok, summary, systems, machine.autocast(s), s.time_users)
         print(f"Ladder, {s.dtype}: {rows[0]['n']:,} test users whose next purchase is among the candidates")
         ranking.show_ladder(rows, summary["hit_test"])
         results["ladder"] = [{key: v for key, v in r.items() if key != "users"} for r in rows]

@@ -13,18 +13,13 @@ where the canvas was already clean, as it always is at block length 1.
 Left out: caching inside an active block (Fast-dLLM's approximation; here K/V come from clean blocks only), a
 constrained decoder (a valid permutation must be learned), batching over prompts that arrive at different times.
 """
-import argparse
-import json
-import shutil
-import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
-import checkpoint
 import diffusion
+import machine
 from checkpoint import UserError
 from model import KVCache
 
@@ -91,7 +86,7 @@ class Decoder:
         prompt, there = diffusion.pad_prompts(prompts, tok.pad)
         if int(there.sum(1).max()) - 1 + length > model.cfg.ctx_len:
             raise UserError(f"a prompt of {int(there.sum(1).max())} tokens and {length} of output do not fit ctx_len "
-                             f"{model.cfg.ctx_len}; fewer history items or a model with a longer context will")
+                            f"{model.cfg.ctx_len}; fewer history items or a model with a longer context will")
         self.p, self.there, self.padded = prompt.shape[1] - 1, there[:, :-1].to(self.dev), not bool(there.all())
         self.real = self.there.sum(1)                               # (n,) prompt tokens in the cache
         self.slot_block = torch.cat((torch.arange(self.p) - self.p, torch.arange(length) // block_len)).to(self.dev)
@@ -254,140 +249,18 @@ def decode(model, prompts, tok, block_len=1, tau=1.0, max_len=128, temperature=0
     return out
 
 
-# === The command line: one real user ==================================================================================
-
-def watcher(tok, stream):
-    """--watch: redraw the output so far after each step; a dot is a token that is still masked."""
-    state = {"lines": 0}
-
-    def show(d):
-        active = [t if not open_ else tok.mask for t, open_ in zip(d.tokens[0].tolist(), d.open[0].tolist())]
-        body = tok.text(d.out[0].canvas + (active if bool(d.alive[0]) else [])).replace("<mask>", " ·")
-        if not stream.isatty():                                     # a file or a pipe gets the finished text alone
-            return None if bool(d.alive[0]) else stream.write(body + "\n")
-        body = "\n".join(line[:shutil.get_terminal_size().columns] for line in body.split("\n"))
-        stream.write(f"\x1b[{state['lines']}F\x1b[J" if state["lines"] else "")      # up to the first line, clear below
-        stream.write(body + "\n")
-        stream.flush()
-        state["lines"] = body.count("\n") + 1
-        time.sleep(0.15)
-    return show
-
-
-def wait_for(model):
-    """A GPU works on while Python goes on: before reading a clock, wait for it."""
-    if model.embed.weight.is_cuda:
-        torch.cuda.synchronize()
-
-
 def timed(model, prompts, tok, block_len, tau, max_len, temperature=0.0, seeds=None):
     """Decode these prompts as one batch: (rollouts, seconds of decoding, seconds of prefill and decoding)."""
     start = time.perf_counter()
     d = Decoder(model, prompts, tok, block_len, tau or 1.0, max_len, temperature, seeds, record=False)
-    wait_for(model)
+    machine.wait_for(model.embed.weight.device)
     ready = time.perf_counter()
     done = d.run()
     end = time.perf_counter()
     return done, end - ready, end - start
 
 
-def main(argv=None):
-    import ranking                      # only here: the stages build on the sampler, not the other way round
-    import stage
-    from data import amazon, prepare
-    from data.dataset import longest_output
-
-    ap = argparse.ArgumentParser(description="Re-rank one real user's candidates and show how.")
-    ap.add_argument("--preset", choices=list(stage.MODELS), default="mini")
-    ap.add_argument("--out", default="", help="folder of the run (default out/<preset>)")
-    ap.add_argument("--user", type=int, default=0, help="the user's number in users.tsv.gz")
-    ap.add_argument("--student", default="", help="weights of the diffusion model (default: the last stage there is)")
-    ap.add_argument("--block-len", type=int, help="block length of the diffusion model (default: as trained)")
-    ap.add_argument("--tau", type=float, default=0.9, help="commit threshold of the diffusion model")
-    ap.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    ap.add_argument("--seed", type=int, default=0)
-    ap.add_argument("--device", default="cpu")
-    ap.add_argument("--watch", action="store_true", help="show the canvas filling, step by step")
-    ap.add_argument("--prompt", action="store_true", help="show the prompt, too, as the model reads it")
-    ap.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    s = ap.parse_args(argv)
-    s.out, s.data = s.out or f"out/{s.preset}", ""
-    check_settings(s.block_len, s.tau, s.temperature)
-    stage.check_device(s.device)
-    if not any(Path(s.out).glob("*.pt")) and not (checkpoint.SHIPPED / s.preset).exists():
-        raise checkpoint.no_weights(s)
-    with quiet(s.json):
-        folder, tok, summary = stage.load_data(s)
-    split = amazon.load(summary["config"]["data"])
-    rows = prepare.Rows(folder / "test.npz")
-    names = [split.user[u] for u in rows.arrays["user"]]
-    if str(s.user) not in names:
-        raise UserError(f"no user {s.user}: numbers run from 0 to {len(split.user) - 1}, and a user needs enough "
-                        "purchases to have a test row")
-    models = []
-    if checkpoint.weights(s.out, s.preset, "ar"):
-        models.append(("ar", 1, checkpoint.open_model(s, "ar", tok, summary)[0]))
-    if student := checkpoint.pick_student(s):
-        models.append((student, *reversed(checkpoint.open_student(s, student, tok, summary, s.block_len))))
-    if not models:
-        raise checkpoint.no_weights(s)
-    r = names.index(str(s.user))
-    prompt, target, n = rows[r][0], int(rows.target[r]), int(rows.n[r])
-    result = {"user": s.user, "history": [split.title[i] for i in rows.arrays["history"][r][::-1] if i >= 0],
-              "candidates": [split.title[i] for i in rows.arrays["item"][r] if i >= 0],
-              "target": target if target >= 0 else None, "modes": []}
-    if not s.json:
-        show_user(result)
-        print("\n" + tok.text(prompt) if s.prompt else "", end="\n" if s.prompt else "")
-    for mode, block_len, model in models:
-        max_len = longest_output(summary["config"]["candidates"])
-        if s.watch and not s.json:
-            print(f"\n--- {mode} ---")
-            watched = Decoder(model, [prompt], tok, block_len, s.tau, max_len, s.temperature, [s.seed])
-            watched.run(watcher(tok, sys.stdout))
-        for _ in range(2):                                          # the first time warms up
-            [out], seconds, whole = timed(model, [prompt], tok, block_len, s.tau, max_len, s.temperature, [s.seed])
-        parsed = ranking.parse(out.tokens, tok, n)
-        result["modes"].append({
-            "mode": mode, "block_len": block_len, "tau": s.tau if block_len > 1 else None,
-            "reasoning": tok.text(out.tokens), "order": parsed.order, "failure": parsed.failure,
-            "nfe": out.nfe, "tokens": len(out.tokens),
-            "tok_s": len(out.tokens) / seconds, "tok_s_end_to_end": len(out.tokens) / whole})
-        if not s.json:
-            show_mode(result, result["modes"][-1], s.watch)
-    if s.json:
-        print(json.dumps(result, indent=1))
-
-
-def quiet(on):
-    """With --json only the JSON goes to stdout; progress goes to stderr."""
-    import contextlib
-    return contextlib.redirect_stdout(sys.stderr) if on else contextlib.nullcontext()
-
-
-def show_user(result):
-    print(f"User {result['user']}, last purchases, oldest first:")
-    for title in result["history"]:
-        print(f"    {title[:100] or '(no title)'}")
-
-
-def show_mode(result, mode, watched):
-    name = mode["mode"] + (f", blocks of {mode['block_len']}, tau {mode['tau']}" if mode["tau"] else "")
-    print(f"\n--- {name}: {mode['tokens']} tokens in {mode['nfe']} forwards, {mode['tok_s']:,.0f} tokens/s decoding, "
-          f"{mode['tok_s_end_to_end']:,.0f} with prefill ---")
-    if not watched:
-        print(mode["reasoning"])
-    if mode["failure"]:
-        print(f"\nNo valid permutation ({mode['failure']}): the pre-rank order would be shown.")
-    order = mode["order"] or list(range(len(result["candidates"])))
-    print("\n after before   candidate")
-    for place, c in enumerate(order, 1):
-        mark = "  <- the true next purchase" if c == result["target"] else ""
-        print(f"{place:6}{c + 1:7}   {'ABCDEFGHIJ'[c]} {result['candidates'][c][:80] or '(no title)'}{mark}")
-    if result["target"] is None:
-        print("        the true next purchase is not among the candidates")
-
-
 if __name__ == "__main__":
-    from stage import main as run_main
-    run_main(main)
+    import show                                                     # only here: the stages build on the sampler, show on them
+    import stage
+    stage.main(show.main)

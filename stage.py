@@ -23,6 +23,7 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
+import machine
 from checkpoint import UserError
 from data import prepare
 from data.amazon import DataError
@@ -91,7 +92,7 @@ def settings(cls, presets, doc, argv=None):
     s = cls(**{**presets.get(preset, {}), **given, "preset": preset})
     s.out = s.out or f"out/{preset}"
     s.device = s.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    check_device(s.device)
+    machine.check_device(s.device)
     for names, fits, says in RANGES:
         for name in names:
             if hasattr(s, name) and not fits(getattr(s, name)):     # not, and not the opposite: nan fits nothing
@@ -102,13 +103,6 @@ def settings(cls, presets, doc, argv=None):
     if getattr(s, "dtype", "auto") not in ("auto", "float32", "bfloat16"):
         raise UserError(f"--dtype {s.dtype}: auto, float32 or bfloat16")
     return s
-
-
-def check_device(name):
-    try:
-        torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError) as e:
-        raise UserError(f"--device {name}: {str(e).splitlines()[0][:100]}; leave the flag out to take what there is")
 
 
 def main(run, *args):
@@ -195,33 +189,6 @@ def roll_out(model, rows, chosen, tok, s, k, *key):
     return prompts, [flat[i:i + s.group] for i in range(0, len(flat), s.group)]
 
 
-# === Machine ==========================================================================================================
-
-def matmul_rate(device, dtype, seconds=0.15):
-    """Measured floating-point operations a second of a matrix product of this model's kind of shape."""
-    a, b = (torch.randn(shape, device=device, dtype=dtype) for shape in ((2048, 512), (512, 512)))
-    done, start = 0, None
-    while start is None or time.time() - start < seconds:
-        a @ b
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-        start, done = start or time.time(), done + 1                # the first product warms up
-    return 2 * 2048 * 512 * 512 * (done - 1) / (time.time() - start)
-
-
-def pick_dtype(s):
-    """bf16 where a bf16 matrix product is faster than an fp32 one: on GPUs and on CPUs with bf16 units. Elsewhere it
-    is emulated, up to a hundred times slower."""
-    rates = {d: matmul_rate(s.device, d) for d in (torch.float32, torch.bfloat16)}
-    if s.dtype == "auto":
-        s.dtype = "bfloat16" if rates[torch.bfloat16] > 1.2 * rates[torch.float32] else "float32"
-    return rates[getattr(torch, s.dtype)]
-
-
-def autocast(s):
-    return torch.autocast(s.device.split(":")[0], dtype=torch.bfloat16, enabled=s.dtype == "bfloat16")
-
-
 # === The loop =========================================================================================================
 
 class Run:
@@ -246,7 +213,7 @@ class Run:
         self.step, self.best, self.seconds, self.stop, self.noise = 0, -math.inf, 0.0, False, noise
         if s.resume:
             self.restore()                                          # and with it the dtype
-        self.rate = pick_dtype(s)
+        self.rate = machine.pick_dtype(s)
         if not s.resume:
             self.save_state()                                       # from here on this run counts as unfinished
             self.log_file.write_text("")
@@ -290,7 +257,7 @@ class Run:
             f.write(json.dumps({"step": self.step, **values}) + "\n")
 
     def autocast(self):
-        return autocast(self.s)
+        return machine.autocast(self.s)
 
     def train(self, batch_loss, validate, flops):
         """flops(tokens) -> floating-point operations of training on them, for the share of the measured rate."""

@@ -8,7 +8,7 @@ import torch
 import checkpoint
 import evaluate
 import ranking
-import sample
+import show
 import stage
 import train_ar
 import train_cft
@@ -157,14 +157,14 @@ def user_of(trained):
 
 
 def test_command_line_shows_one_user(trained, capsys):
-    sample.main(["--preset", "mini", "--out", str(trained), "--user", user_of(trained), "--block-len", "8"])
+    show.main(["--preset", "mini", "--out", str(trained), "--user", user_of(trained), "--block-len", "8"])
     text = capsys.readouterr().out
     assert "--- ar:" in text and "--- rl, blocks of 8" in text and "tokens/s" in text and "Crème" in text
     assert "<- the true next purchase" in text or "not among the candidates" in text
 
 
 def test_command_line_json(trained, capsys):
-    sample.main(["--preset", "mini", "--out", str(trained), "--user", user_of(trained), "--block-len", "8", "--json"])
+    show.main(["--preset", "mini", "--out", str(trained), "--user", user_of(trained), "--block-len", "8", "--json"])
     result = json.loads(capsys.readouterr().out)
     assert [m["mode"] for m in result["modes"]] == ["ar", "rl"]
     assert all(m["tok_s"] >= m["tok_s_end_to_end"] > 0 for m in result["modes"])
@@ -174,11 +174,11 @@ def test_command_line_json(trained, capsys):
                                         (["--block-len", "0"], "block length 0"), (["--temperature", "-1"], "temperature")])
 def test_command_line_mistakes(trained, flags, says):
     with pytest.raises(checkpoint.UserError, match=says):
-        sample.main(["--preset", "mini", "--out", str(trained), *flags])
+        show.main(["--preset", "mini", "--out", str(trained), *flags])
 
 
 def test_weights_that_are_not_there(trained):
-    for main in (sample.main, evaluate.main):
+    for main in (show.main, evaluate.main):
         with pytest.raises(checkpoint.UserError, match="--student none"):
             main(["--preset", "mini", "--out", str(trained), "--student", "none"])
 
@@ -208,4 +208,4 @@ def test_nothing_trained_yet(rows, tmp_path):
     with pytest.raises(checkpoint.UserError, match="train_ar.py"):
         evaluate.main(["--preset", "mini", "--out", str(tmp_path)])
     with pytest.raises(checkpoint.UserError, match="train_ar.py"):
-        sample.main(["--preset", "mini", "--out", str(tmp_path), "--user", "0"])
+        show.main(["--preset", "mini", "--out", str(tmp_path), "--user", "0"])
