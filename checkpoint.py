@@ -142,9 +142,10 @@ def open_student(s, name, tok, summary, block_len=None):
     """(model, block length) to decode in blocks: as long as it was trained at, if none is given. AR weights have never
     seen a <mask>: they are converted first, which without any training is the naive conversion."""
     model, state = open_model(s, name, tok, summary)
-    if state["settings"].get("block_len", 1) == 1 and block_len != 1:
+    trained = state["settings"].get("block_len", 1)                 # SFT has no such setting: AR
+    if trained == 1 and block_len != 1:
         diffusion.convert(model, tok)
-    return model, block_len or trained_block_len(state)
+    return model, block_len or (trained if trained > 1 else diffusion.BLOCK_LEN)
 
 
 def pick_student(s):
@@ -161,9 +162,3 @@ def pick_student(s):
 def students(out, preset):
     """Names of the diffusion weights that are there, in the ladder's order."""
     return [name for name in NAMES if not name.startswith("ar") and weights(out, preset, name)]
-
-
-def trained_block_len(state):
-    """The block length that a checkpoint was trained at; 32 for AR weights, which are to be converted."""
-    trained = state["settings"].get("block_len", 1)
-    return trained if trained > 1 else 32

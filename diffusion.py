@@ -40,6 +40,7 @@ import torch.nn.functional as F
 
 from model import Recorded
 
+BLOCK_LEN = 32                      # targets of a block, where nothing else is said (the paper's)
 SCHEDULES = ("complementary", "linear", "cosine")
 
 

@@ -24,6 +24,7 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
+import figures
 import machine
 import ranking
 import sample
@@ -33,8 +34,6 @@ from data.dataset import longest_output
 from model import KVCache, Transformer
 from stage import flag
 
-CURVES = ("loss", "valid_r1", "valid_valid", "valid_kl", "valid_tokens_per_nfe", "reward", "entropy", "kl_to_start",
-          "clipped", "copy_rate_target_first", "copy_rate_target_later", "dropped_groups")      # of the logs, to be drawn
 TAUS = (1.0, 0.95, 0.9, 0.8, 0.6, 0.4)
 SIZES = {"output_len": (32, 64, 96, 128), "candidates": (3, 5, 7, 10), "prompt_len": (128, 256, 512, 1024, 2048),
          "batch": (1, 4, 16, 64), "block_len": (4, 8, 16, 32, 64)}  # what the sweeps go through
@@ -75,7 +74,7 @@ def validate_by_decoding(model, tok, prompts, targets, k, block_len, tau, autoca
         rollouts = sample.decode(model, prompts, tok, block_len, tau, longest_output(k))
     row = ranking.ladder_row("", prompts, rollouts, targets, tok, k)
     keys = ("r1", "r3", "ndcg3", "reward", "valid", "grounding", "consistency", "copy_rate", "nfe", "tokens_per_nfe")
-    return {"score": row["ndcg3_strict"]} | {key: float(row[key]) for key in keys}
+    return {"score": row["ndcg3_strict"], "failures": row["failures"]} | {key: float(row[key]) for key in keys}
 
 
 def ladder(s, folder, tok, summary, systems, autocast, time_users=0):
@@ -106,9 +105,9 @@ def ladder(s, folder, tok, summary, systems, autocast, time_users=0):
                 row[f"{key}_minus_ar"], row[f"{key}_minus_ar_ci"] = ranking.difference(row, ar, key)
     if time_users:
         few, max_len = [[p] for p in prompts[:time_users]], longest_output(k)
-        timed = sorted(zip(systems, out[-len(modes):], modes), key=lambda x: x[1] is not ar)        # AR is the first
-        quick = [(fastest(model, few[0], tok, b, tau, max_len), b, tau) for _, _, (model, b, tau) in timed]
-        for (_, row, _), speed in zip(timed, race(quick, few, tok, max_len, s.repeats)):
+        timed = sorted(zip(out[-len(modes):], modes), key=lambda x: x[0] is not ar)         # AR is the first
+        quick = [(fastest(model, few[0], tok, b, tau, max_len), b, tau) for _, (model, b, tau) in timed]
+        for (row, _), speed in zip(timed, race(quick, few, tok, max_len, s.repeats)):
             row |= {key: speed[key] for key in ("speedup", "speedup_range")}
     return out + [ranking.order_row("oracle", [[t] + [c for c in range(n) if c != t] for t, n in zip(targets, counts)],
                                     targets)]
@@ -233,7 +232,7 @@ def sweeps(s, folder, tok, summary, ar, student):
     return out
 
 
-# === Tables and figures, from the results alone =======================================================================
+# === Tables, from the results alone ===================================================================================
 
 def show_stage(s, folder, tok, summary, systems, autocast):
     """The ladder at the end of a stage that was run for its own sake, not because a later one needed it."""
@@ -242,6 +241,12 @@ def show_stage(s, folder, tok, summary, systems, autocast):
         print(f"\nTest: {rows[0]['n']:,} users whose next purchase is among the {summary['config']['candidates']} "
               "candidates")
         ranking.show_ladder(rows, summary["hit_test"])
+
+
+def show_step(s, folder, tok, summary, autocast):
+    """The ladder at the end of a stage that goes from one student, s.start, to another, s.name: AR and both."""
+    show_stage(s, folder, tok, summary, [("ar", "ar", 1, None)] + [
+        ("naive" if name.startswith("ar") else name, name, s.block_len, s.tau) for name in (s.start, s.name)], autocast)
 
 
 def show_frontier(rows):
@@ -259,44 +264,6 @@ def show_sweeps(found):
         print(f"\n{name}\n" + "".join(f"{c:>16}" for c in columns))
         for r in rows:
             print("".join(f"{r[c]:>16,}" if isinstance(r[c], int) else f"{r[c]:>16,.3f}" for c in columns))
-
-
-def draw(path, title, x_name, y_name, series):
-    """Lines through points as a small SVG, which any browser shows. series: {name: [(x, y), ...]}."""
-    xs, ys = zip(*(p for points in series.values() for p in points))
-    (x0, x1), (y0, y1) = ((min(v), max(v) if max(v) > min(v) else min(v) + 1) for v in (xs, ys))
-    at = lambda x, y: (70 + 480 * (x - x0) / (x1 - x0), 330 - 280 * (y - y0) / (y1 - y0))
-    text = lambda x, y, words, anchor="middle": f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{words}</text>'
-    parts = [text(310, 25, title), text(310, 375, x_name), text(70, 40, y_name), text(70, 350, f"{x0:.4g}"),
-             text(550, 350, f"{x1:.4g}"), text(62, 334, f"{y0:.4g}", "end"), text(62, 54, f"{y1:.4g}", "end"),
-             '<path d="M70 50 V330 H550" fill="none" stroke="black"/>']
-    for i, (name, points) in enumerate(series.items()):
-        color = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df", "#9a6700", "#57606a")[i % 6]
-        line = " ".join("{:.1f},{:.1f}".format(*at(*p)) for p in points)
-        parts += [f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>',
-                  f'<g fill="{color}">' + text(545, 70 + 18 * i, name, "end") + "".join(
-                      '<circle cx="{:.1f}" cy="{:.1f}" r="3"/>'.format(*at(*p)) for p in points) + "</g>"]
-    path.write_text('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 390" font-family="sans-serif" '
-                    'font-size="13"><rect width="600" height="390" fill="white"/>' + "".join(parts) + "</svg>\n")
-
-
-def figures(folder, results):
-    """The frontier, the sweeps, and the curves of the stages' logs, as SVG files beside results.json."""
-    if found := results.get("frontier"):
-        draw(folder / "frontier.svg", "R@1 against speed-up over AR (batch 1)", "speed-up", "R@1",
-             {mode: [(r["speedup"], r["r1"]) for r in found if r["mode"] == mode] for mode in ("ar", "diffusion")})
-    for name, key in (("output_len", "tokens"), ("candidates", "candidates"), ("prompt_len", "cached"), ("batch", "batch"),
-                      ("block_len", "block_len")):
-        if rows := results.get("sweeps", {}).get(name):
-            draw(folder / f"sweep_{name}.svg", f"speed-up at tau 0.9 by {name}", key, "speed-up",
-                 {"diffusion": [(r[key], r["speedup"]) for r in rows]})
-    for name in checkpoint.NAMES:
-        if (log := folder / f"{name}.jsonl").exists():
-            lines = [json.loads(line) for line in log.read_text().splitlines()]
-            for key in CURVES:
-                points = {x["step"]: x[key] for x in lines if key in x}         # a resumed run says some steps twice
-                if len(points) > 1:
-                    draw(folder / f"{name}_{key}.svg", f"{name}: {key}", "step", key, {name: sorted(points.items())})
 
 
 def main(argv=None):
@@ -342,7 +309,7 @@ def main(argv=None):
     part = file.with_suffix(".json.part")
     part.write_text(json.dumps(results, indent=1))
     part.replace(file)
-    figures(Path(s.out), results)
+    figures.draw_all(Path(s.out), results)
     print(f"-> {file}, and figures *.svg beside it")
 
 

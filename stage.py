@@ -259,12 +259,14 @@ class Run:
     def autocast(self):
         return machine.autocast(self.s)
 
-    def train(self, batch_loss, validate, flops):
-        """flops(tokens) -> floating-point operations of training on them, for the share of the measured rate."""
+    def train(self, batch_loss, validate, start_competes=False):
+        """start_competes: validate before the first step too, so that weights which training harmed are not kept."""
         s = self.s
         body, embedding = self.model.size()
         print(f"{self.name}: {body / 1e6:.2f}M parameters in the layers, {embedding / 1e6:.2f}M in the embedding; "
               f"{s.device}, {s.dtype}, {self.rate / 1e9:.0f} GFLOP/s in a matrix product; {s.steps} steps of {s.batch} rows")
+        if start_competes and self.best == -math.inf:
+            self.check(validate)
         old = signal.signal(signal.SIGINT, self.interrupt)
         bar = tqdm(total=s.steps, initial=self.step, desc=self.name, mininterval=1.0, dynamic_ncols=True)
         seen, mark, losses = 0, time.time(), []
@@ -293,7 +295,7 @@ class Run:
                 bar.update()
                 if self.step % s.log_every == 0 or self.step == s.steps:
                     took = time.time() - mark
-                    mfu = flops(seen) / took / self.rate
+                    mfu = 6 * body * seen / took / self.rate        # 6 operations a parameter and token, backward included
                     bar.set_postfix(loss=f"{sum(losses) / len(losses):.3f}", tok_s=f"{seen / took:,.0f}", refresh=False)
                     self.log(loss=sum(losses) / len(losses), lr=self.lr(self.step - 1), grad_norm=float(norm),
                              tokens_per_s=seen / took, matmul_share=mfu, seconds=self.seconds)

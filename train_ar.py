@@ -73,8 +73,7 @@ def main(argv=None):
     def validate(model):
         return evaluate.validate_by_decoding(model, tok, prompts, targets, k, block_len=1, tau=1.0, autocast=run.autocast())
 
-    body, embedding = model.size()
-    run.train(batch_loss, validate, lambda tokens: 6 * body * tokens)
+    run.train(batch_loss, validate)
 
     # === 3. RL by the same code as for the diffusion model, at block length 1 ===========================
     if s.rl_steps:

@@ -34,7 +34,7 @@ from stage import flag
 class CFTSettings(stage.Settings):
     start: str = flag("ar", "name of the weights to start from")
     name: str = flag("cft", "name of the weights that are written, <out>/<name>.pt")
-    block_len: int = flag(32, "targets of a block")
+    block_len: int = flag(diffusion.BLOCK_LEN, "targets of a block")
     schedule: str = flag("complementary", f"masking schedule: one of {', '.join(diffusion.SCHEDULES)}")
     full: float = flag(0.2, "share of blocks that are hidden completely, as where decoding starts (complementary)")
     tail: float = flag(0.1, "loss weight of the <eos> that fill the last block")
@@ -118,8 +118,7 @@ def main(argv=None):
         return {"loss": loss} | evaluate.validate_by_decoding(model, tok, prompts, targets, k, s.block_len, s.tau,
                                                            run.autocast())
 
-    body, _ = model.size()
-    run.train(batch_loss, validate, lambda tokens: 6 * body * tokens)
+    run.train(batch_loss, validate)
 
     # === 4. The table: floor, AR, the naive conversion, CFT =============================================
     evaluate.show_stage(s, folder, tok, summary, [("ar", "ar", 1, None), ("naive", "ar", s.block_len, s.tau),

@@ -16,7 +16,6 @@ gradient even where the student gives a token of the teacher's nothing; `--kl re
 Only committed positions count: over all hidden ones a teacher that is itself unsure of a token teaches the student to
 be unsure of it earlier, and every unsure token costs a forward. Left out: a mix with CFT's loss, teacher temperature.
 """
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -137,12 +136,8 @@ def main(argv=None):
         decoded = evaluate.validate_by_decoding(model, tok, prompts, targets, k, s.block_len, s.tau, run.autocast())
         return {"kl": kl} | decoded | {"score": -kl}                # what this stage is for decides what is kept
 
-    body, _ = model.size()
-    if run.best == -math.inf:
-        run.check(validate)                                         # the curve begins where CFT ended
-    run.train(batch_loss, validate, lambda tokens: 6 * body * tokens)
-    evaluate.show_stage(s, folder, tok, summary, [("ar", "ar", 1, None)] + [
-        ("naive" if name.startswith("ar") else name, name, s.block_len, s.tau) for name in (s.start, s.name)], run.autocast())
+    run.train(batch_loss, validate, start_competes=True)            # the curve begins where CFT ended
+    evaluate.show_step(s, folder, tok, summary, run.autocast())
 
 
 if __name__ == "__main__":

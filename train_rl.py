@@ -20,7 +20,6 @@ The policy chooses tokens; *when* they are committed is treated as given (TraceR
 Left out: a KL penalty in the loss (the KL to the start is logged instead), a value function, rollouts by older policies
 than the last phase's. A run that is resumed between the steps of one phase draws that phase's rollouts anew.
 """
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -206,14 +205,9 @@ def main(argv=None):
                     f.write(f"step {run.step}, reward {reward:.2f}, {r.nfe} forwards\n{tok.text(r.tokens)}\n\n")
         return evaluate.validate_by_decoding(model, tok, prompts, targets, k, s.block_len, s.tau, run.autocast())
 
-    body, _ = model.size()
-    if run.best == -math.inf:
-        run.check(validate)                                         # the start competes: harm done by RL is not kept
-    run.train(batch_loss, validate, lambda tokens: 6 * body * tokens)
+    run.train(batch_loss, validate, start_competes=True)
     if s.block_len > 1:                                             # train_ar.py shows its own
-        evaluate.show_stage(s, folder, tok, summary, [("ar", "ar", 1, None)] + [
-            ("naive" if name.startswith("ar") else name, name, s.block_len, s.tau) for name in (s.start, s.name)],
-                            run.autocast())
+        evaluate.show_step(s, folder, tok, summary, run.autocast())
 
 
 if __name__ == "__main__":

@@ -45,6 +45,15 @@ def test_stages_chain_and_keep_the_weights(trained):
     assert others[-1]["settings"]["start"] == "opd"
 
 
+def test_validation_names_the_failures(trained):
+    """Of every stage: the decoded validation logs each kind's share, and they add up to what is not valid."""
+    for name in ("ar_sft", "ar", "cft", "opd", "rl"):
+        lines = [json.loads(x) for x in (trained / f"{name}.jsonl").read_text().splitlines()]
+        found = [x for x in lines if "valid_failures" in x]
+        assert found and all(set(x["valid_failures"]) <= set(ranking.FAILURES) for x in found)
+        assert all(sum(x["valid_failures"].values()) == pytest.approx(1 - x["valid_valid"]) for x in found)
+
+
 def test_rl_and_distillation_log_what_to_watch(trained):
     """Beside the loss: parts of the reward, failures, copies by case, entropy, KL, clipping; the first ratio is 1."""
     lines = [json.loads(x) for x in (trained / "rl.jsonl").read_text().splitlines()]
