@@ -169,6 +169,15 @@ def test_when_a_token_is_committed_does_not_depend_on_the_draw(tok):
     assert torch.allclose(logp[:, 1].exp(), torch.where(token[:, 1] == 0, .7, .3))
 
 
+def test_all_that_reach_the_threshold_are_committed():
+    """Of three open positions at .95, .91 and .8, two at a threshold of .9, drawn or greedy; a closed one never."""
+    logits = torch.tensor([[[.95, .05], [.91, .09], [.8, .2], [.99, .01]]]).log()
+    for temperature in (0.0, 1.0):
+        now, _, _ = sample.choose(logits, torch.tensor([[True, True, True, False]]), 0.9, temperature,
+                                  [torch.Generator().manual_seed(0)])
+        assert now.tolist() == [[True, True, False, False]]
+
+
 def test_the_draw_reaches_the_tail_and_nothing_impossible():
     """A token of probability 1e-9, which 24 bits of a uniform number would never reach, and tokens of probability 0
     at both ends and between."""
