@@ -45,14 +45,14 @@ def main(argv=None):
     k = summary["config"]["candidates"]
     torch.manual_seed(s.seed)
     model = Transformer(ModelConfig(vocab=tok.vocab, **stage.MODELS[s.preset]))
+    sets = [prepare.Rows(folder / f"{name}.npz") for name in ("all", "accepted")]
+    stage.check_fits(model.cfg, sets[0], 1, k)
     run = stage.Run("ar_sft", s, model, tok, summary)
     if not s.resume:
         (Path(s.out) / "ar.state.pt").unlink(missing_ok=True)       # RL of an earlier run is not to be gone on with
 
     # === 1. Two sets of traces, one after the other =====================================================
-    sets = [prepare.Rows(folder / f"{name}.npz") for name in ("all", "accepted")]
     lengths = [np.add(*rows.lengths()) for rows in sets]
-    stage.check_fits(model.cfg, sets[0], 1, k)
 
     def batch_loss(step):
         """-> ([(forward, weight)] one a micro-batch, tokens in the batch)."""

@@ -76,9 +76,9 @@ def main(argv=None):
     rows = prepare.Rows(folder / "all.npz")
     with torch.no_grad():
         same_at_block_length_one(before, model, tok, rows[0], s.device)
+    stage.check_fits(model.cfg, rows, s.block_len, k)
     run = stage.Run(s.name, s, model, tok, summary)
     lengths = np.add(rows.lengths()[0], 3 * rows.lengths()[1])
-    stage.check_fits(model.cfg, rows, s.block_len, k)
 
     # === 2. A step: hide, score =========================================================================
     def micro_batches(chosen, draw):
