@@ -49,12 +49,15 @@ def load(path, hint):
 def load_model(path, tok, summary, hint, device="cpu"):
     """(model, checkpoint): refuses weights of other data or of another shape by name."""
     state = load(path, hint)
-    if "model" not in state or "config" not in state:
+    if not isinstance(state, dict) or not {"model", "config", "fingerprint", "settings"} <= set(state):
         raise UserError(f"{path} is not a model checkpoint of this project; {hint}")
     if state["fingerprint"] != summary["fingerprint"]:
         raise UserError(f"{path} was trained on other rows than {summary['config']['data']} now gives "
                         f"({state['fingerprint']}, not {summary['fingerprint']}); {hint}")
-    cfg = ModelConfig(**state["config"])
+    try:
+        cfg = ModelConfig(**state["config"])
+    except TypeError as e:
+        raise UserError(f"{path} has another kind of config ({e}); {hint}")
     if cfg.vocab != tok.vocab:
         raise UserError(f"{path} has a vocabulary of {cfg.vocab}, the data {tok.vocab}; {hint}")
     model = Transformer(cfg)
@@ -67,10 +70,10 @@ def load_model(path, tok, summary, hint, device="cpu"):
 
 
 def weights(out, preset, name):
-    """Path of a stage's weights, or None: those of the run's folder, or, where the run has none at all, those that come
+    """Path of a stage's weights, or None: those of the run's folder, or, where no stage has begun in it, those that come
     with the clone, if they were trained on the same rows. Never some of each: a student belongs to its teacher."""
     own = Path(out) / f"{name}.pt"
-    if any((Path(out) / f"{n}.pt").exists() for n in NAMES):
+    if any((Path(out) / f"{n}{end}").exists() for n in NAMES for end in (".pt", ".state.pt")):
         return own if own.exists() else None
     shipped, summary = SHIPPED / preset / f"{name}.pt", Path(out) / "data" / "summary.json"
     if not shipped.exists() or not summary.exists():
@@ -96,7 +99,10 @@ def maker(name):
 
 def remedy(s, name):
     """What to do about weights that cannot be used."""
-    return f"make it again: python {maker(name)}.py --preset {s.preset} --out {s.out}"
+    if name not in NAMES:
+        return "make it again with the command that made it"
+    return f"make it again: python {maker(name)}.py --preset {s.preset} --out {s.out}" + (
+        " --start cft --name cft_rl" if name == "cft_rl" else "")
 
 
 NEEDED = []                                                         # stages that run because a later one needs them
@@ -106,23 +112,28 @@ def need(s, name):
     """See to it that the weights a stage starts from are in its folder: they are there, or come with the clone, or the
     stage that makes them is run first, or gone on with where it was stopped."""
     module = f"train_{name}" if name == "cft_rl" else maker(name)   # no stage makes cft_rl by itself
+    made = (Path(__file__).parent / f"{module}.py").exists()
     flags = ["--preset", s.preset, "--out", s.out, "--seed", str(s.seed), "--device", s.device]
+    if not name.startswith("ar") and (getattr(s, "block_len", None) or 1) > 1:
+        flags += ["--block-len", str(s.block_len)]                  # blocks as long as they are asked for here
     path = weights(s.out, s.preset, name)
-    if path and path.parent != Path(s.out):
-        for source in (path.with_name(f"{n}.pt") for n in NAMES[:NAMES.index(name) + 1]):
-            if source.exists():                                     # with all that it was made from
-                shutil.copyfile(source, Path(s.out) / source.name)
-        print(f"{name}.pt comes with the clone ({path}); copied to {s.out}")
-        return
     for n in ("ar_sft", "ar") if name == "ar" else (name,):
         if (file := Path(s.out) / f"{n}.state.pt").exists():
             state = load(file, "delete it")
             if state["step"] < state["settings"]["steps"]:
+                if not made:
+                    raise UserError(f"{n} was stopped at step {state['step']}: finish it by its own command and --resume")
                 print(f"{n} was stopped at step {state['step']}: going on with it")
                 flags, path = flags + ["--resume"], None
                 break
+    if path and path.parent != Path(s.out):
+        for source in (path.with_name(f"{n}.pt") for n in NAMES[:max(NAMES.index(name), NAMES.index("ar")) + 1]):
+            if source.exists():                                     # with all that it was made from, and the AR model
+                shutil.copyfile(source, Path(s.out) / source.name)
+        print(f"{name}.pt comes with the clone ({path}); copied to {s.out}")
+        return
     if not path:
-        if not (Path(__file__).parent / f"{module}.py").exists():
+        if not made:
             raise UserError(f"{s.out}/{name}.pt is missing, and no stage makes weights of that name by itself")
         print(f"{s.out}/{name}.pt is needed: python {module}.py {' '.join(flags[:2])}")
         NEEDED.append(name)
@@ -148,17 +159,26 @@ def open_student(s, name, tok, summary, block_len=None):
     return model, block_len or (trained if trained > 1 else diffusion.BLOCK_LEN)
 
 
+def load_settings(path):
+    """The settings a product was trained with; none, if it is not one."""
+    state = load(path, "delete it")
+    return state.get("settings", {}) if isinstance(state, dict) else {}
+
+
 def pick_student(s):
     """Name of the diffusion weights that were asked for by --student, or the last stage's; None if there are none."""
     there = students(s.out, s.preset)
     if not s.student:
-        return there[-1] if there else None
-    if s.student.startswith("ar") or not weights(s.out, s.preset, s.student):
+        return ([n for n in there if n in NAMES] or [None])[-1]
+    if s.student not in there:
         raise UserError(f"--student {s.student}: no diffusion weights of that name in {s.out}; there are: "
                         f"{', '.join(there) or 'none'}")
     return s.student
 
 
 def students(out, preset):
-    """Names of the diffusion weights that are there, in the ladder's order."""
-    return [name for name in NAMES if not name.startswith("ar") and weights(out, preset, name)]
+    """Names of the diffusion weights that are there: the stages' in the ladder's order, then those with a --name of
+    their own (ablations), by name."""
+    known = [name for name in NAMES if name not in ("ar_sft", "ar") and weights(out, preset, name)]
+    return known + [p.stem for p in sorted(Path(out).glob("*.pt")) if "." not in p.stem and p.stem not in NAMES
+                    and load_settings(p).get("block_len", 1) > 1]

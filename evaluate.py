@@ -277,17 +277,24 @@ def main(argv=None):
     students, student = checkpoint.students(s.out, s.preset), checkpoint.pick_student(s)
     if not checkpoint.weights(s.out, s.preset, "ar"):
         raise checkpoint.no_weights(s)
-    print("weights: " + ", ".join(str(p) for n in checkpoint.NAMES if (p := checkpoint.weights(s.out, s.preset, n))))
+    models = ["ar_sft"] * bool(checkpoint.weights(s.out, s.preset, "ar_sft")) + ["ar"]
+    made = {name: checkpoint.open_model(s, name, tok, summary)[1] for name in models + students}
+    print(f"weights in {checkpoint.weights(s.out, s.preset, 'ar').parent}, each of its stage's step: "
+          + ", ".join(f"{n} {state['step']}" for n, state in made.items()))
     file = Path(s.out) / "results.json"
     try:
         results = json.loads(file.read_text()) if file.exists() else {}
     except ValueError:
         raise checkpoint.UserError(f"{file} cannot be read; delete it, and what it held is measured again")
-    results |= {"preset": s.preset, "seed": s.seed, "device": s.device, "n_users": summary["test_users_with_hit"]}
+    if results.get("device", s.device) != s.device:                 # what was timed elsewhere is not to be mixed in
+        results = {}
+    results |= {"preset": s.preset, "seed": made["ar"]["settings"]["seed"], "device": s.device,
+                "n_users": summary["test_users_with_hit"]}
     if s.only in ("", "ladder"):
-        systems = [(name, name, 1, None) for name in ("ar_sft", "ar") if checkpoint.weights(s.out, s.preset, name)]
-        systems += [("naive", "ar", s.block_len, 0.9)] * bool(students)
-        systems += [(name, name, s.block_len, tau) for name in students for tau in (1.0, 0.9)]
+        systems = [(name, name, 1, None) for name in models]
+        systems += [("naive", "ar", s.block_len or made[student]["settings"]["block_len"], 0.9)] if student else []
+        systems += [(name, name, s.block_len, tau) for name in students for tau in (1.0, 0.9)
+                    if tau < 1 or name in checkpoint.NAMES]         # of ablations .9 says enough, at a tenth of the time
         machine.pick_dtype(s)
         rows = ladder(s, folder, tok, summary, systems, machine.autocast(s), s.time_users)
         print(f"Ladder, {s.dtype}: {rows[0]['n']:,} test users whose next purchase is among the candidates")

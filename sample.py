@@ -230,8 +230,8 @@ def check_settings(block_len, tau, temperature=0.0):
         raise UserError(f"block length {block_len}: at least 1 (1 is the AR decoder)")
     if not 0 < tau <= 1:
         raise UserError(f"tau {tau}: a probability, above 0 and up to 1")
-    if not temperature >= 0:                                        # nor nan
-        raise UserError(f"temperature {temperature}: 0 (greedy) or above")
+    if temperature and not 0.001 <= temperature <= 1000:            # nor nan; logits over less overflow
+        raise UserError(f"temperature {temperature}: 0 (greedy), or from .001 to 1000")
 
 
 def decode(model, prompts, tok, block_len=1, tau=1.0, max_len=128, temperature=0.0, seeds=None, batch=128, bar=None):

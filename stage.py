@@ -70,7 +70,7 @@ class Settings(Common):
 
 
 RANGES = [
-    (("steps", "batch", "group", "reuse", "eval_users", "log_every", "save_every", "eval_every", "time_users", "repeats"),
+    (("steps", "batch", "group", "minibatches", "eval_users", "log_every", "save_every", "eval_every", "time_users", "repeats"),
      lambda v: v >= 1, "at least 1"),
     (("micro", "decay", "threads", "warmup", "lr", "reasoning", "answer", "tail", "users", "epsilon", "accepted_steps",
       "rl_steps"), lambda v: v >= 0, "not below 0"),
@@ -98,6 +98,8 @@ def settings(cls, presets, doc, argv=None):
             if hasattr(s, name) and not fits(getattr(s, name)):     # not, and not the opposite: nan fits nothing
                 raise UserError(f"--{name.replace('_', '-')} {getattr(s, name)}: {says}")
     start, name = getattr(s, "start", ""), getattr(s, "name", None)
+    if name in ("random", "reverse", "floor", "teacher", "naive", "oracle"):
+        raise UserError(f"--name {name}: a row of the ladder has that name already")
     if name == start or name in ("ar", "ar_sft") and getattr(s, "block_len", 1) != 1:
         raise UserError(f"--name {name}: these weights are what the stage works from; give the new ones another name")
     if getattr(s, "dtype", "auto") not in ("auto", "float32", "bfloat16"):
@@ -264,7 +266,8 @@ class Run:
         s = self.s
         body, embedding = self.model.size()
         print(f"{self.name}: {body / 1e6:.2f}M parameters in the layers, {embedding / 1e6:.2f}M in the embedding; "
-              f"{s.device}, {s.dtype}, {self.rate / 1e9:.0f} GFLOP/s in a matrix product; {s.steps} steps of {s.batch} rows")
+              f"{s.device}, {s.dtype}, {self.rate / 1e9:.0f} GFLOP/s in a matrix product; {s.steps} steps of {s.batch} "
+              + (f"prompts x {s.group}" if hasattr(s, "group") else "rows"))
         if start_competes and self.best == -math.inf:
             self.check(validate)
         old = signal.signal(signal.SIGINT, self.interrupt)

@@ -141,7 +141,8 @@ def test_foreign_checkpoints_are_refused(tmp_path, prepared):
     _, tok, summary = prepared
     path = tmp_path / "ar.pt"
     config = dict(vocab=tok.vocab, width=16, layers=1, heads=1, ctx_len=64, rope_base=1e4)
-    good = {"model": Transformer(ModelConfig(**config)).state_dict(), "config": config, "fingerprint": summary["fingerprint"]}
+    good = {"model": Transformer(ModelConfig(**config)).state_dict(), "config": config, "fingerprint": summary["fingerprint"],
+            "settings": {}}
 
     def refused(state, match):
         torch.save(state, path)
@@ -154,7 +155,10 @@ def test_foreign_checkpoints_are_refused(tmp_path, prepared):
     refused(good | {"fingerprint": "other"}, "other rows")
     refused(good | {"config": config | {"layers": 2}}, "another shape")
     refused(good | {"config": config | {"vocab": 7}}, "vocabulary")
+    refused(good | {"config": config | {"colour": 3}}, "another kind of config")
     refused({"something": 1}, "not a model checkpoint")
+    refused({k: v for k, v in good.items() if k != "fingerprint"}, "not a model checkpoint")
+    refused(torch.zeros(3), "not a model checkpoint")
     path.write_bytes(b"not a checkpoint")
     with pytest.raises(checkpoint.UserError, match="not a checkpoint"):
         checkpoint.load_model(path, tok, summary, "train it")
@@ -203,8 +207,7 @@ def test_generators_are_keyed():
 @pytest.mark.parametrize("args,says", [(["--no-such-flag"], "no-such-flag"), (["--preset", "huge"], "huge"),
                                        (["--preset", "mini", "--steps", "0"], "--steps 0"),
                                        (["--preset", "mini", "--data", "/no/such"], "/no/such"),
-                                       (["--preset", "beauty", "--out", "OUT", "--device", "cpu"], "prepared for --preset mini"),
-                                       (["--preset", "mini", "--resume", "--out", "OUT"], "ar_sft.state.pt")])
+                                       (["--preset", "beauty", "--out", "OUT", "--device", "cpu"], "prepared for --preset mini")])
 def test_mistakes_are_one_line(args, says, rows, tmp_path):
     out = tmp_path / "run"
     out.mkdir()
@@ -225,6 +228,13 @@ def test_values_that_cannot_be_used_are_named(flag, value):
     """Before anything is prepared or written."""
     with pytest.raises(checkpoint.UserError, match=f"--{flag} {value}"):
         train_ar.main(["--preset", "mini", "--out", "/nowhere", f"--{flag}", value])
+
+
+def test_nothing_to_resume(rows, tmp_path, monkeypatch):
+    monkeypatch.setitem(stage.MODELS, "mini", dict(width=16, layers=1, heads=1, ctx_len=320))
+    (tmp_path / "data").symlink_to(rows / "data")
+    with pytest.raises(checkpoint.UserError, match="ar_sft.state.pt is missing; start without --resume: python"):
+        train_ar.main(["--preset", "mini", "--out", str(tmp_path), "--device", "cpu", "--resume"])
 
 
 def test_a_place_that_cannot_be_written_to_is_found_at_once(tmp_path, monkeypatch):
