@@ -7,9 +7,10 @@ distribution p_i; the student is scored on the canvas on which it committed toke
 
     loss = sum_i w_i D(p_i || q_i) / sum_i w_i,      forward KL (Hinton et al., 2015):  D = sum_v p(v) (log p(v) - log q(v))
 
-over the committed tokens i up to and including the first <eos>, w = CFT's token weights. Forward, because it is finite
-gradient even where the student gives a token of the teacher's nothing; `--kl reverse` (GKD, Agarwal et al., 2024) and
-`--kl jsd`, the mean of both to their middle, are there to be compared.
+over the committed tokens i up to and including the first <eos>, w = CFT's token weights. Forward, because its gradient
+in the student's logits is q - p: bounded, and it does not vanish where the student gives a token of the teacher's next
+to nothing, as that of the reverse one does. `--kl reverse` (GKD, Agarwal et al., 2024) and `--kl jsd`, the mean of both
+to their middle, are there to be compared; the divergence that is logged is the one that is trained.
 
     python train_opd.py --preset mini        # data, AR and CFT first, where they are missing
 
@@ -41,10 +42,10 @@ class OPDSettings(stage.Settings):
     block_len: int = flag(None, "block length of the student (default: as it was trained)")
     tau: float = flag(0.9, "threshold of the rollouts and of the decoded validation")
     temperature: float = flag(1.0, "of the rollouts")
+    batch: int = flag(32, "prompts of a step, each with --group rollouts")
     group: int = flag(4, "rollouts of a prompt")
 
 
-# `batch` counts prompts; a step has batch x group rollouts.
 PRESETS = {
     "mini": dict(steps=12, batch=8, lr=5e-5, warmup=4, eval_every=6, eval_users=256, log_every=3),
     "small": dict(steps=100, batch=12, micro=16, lr=2e-5, warmup=10, eval_every=25, eval_users=400, log_every=10),
@@ -87,6 +88,8 @@ def distil(student, teacher, prompts, rollouts, tok, s):
 def main(argv=None):
     s = stage.settings(OPDSettings, PRESETS, __doc__, argv)
     sample.check_settings(s.block_len, s.tau, s.temperature)
+    if s.temperature == 0 and s.group > 1:
+        raise checkpoint.UserError("--temperature 0: all rollouts of a prompt would be the same; give --group 1")
     if s.kl not in KINDS:
         raise checkpoint.UserError(f"--kl {s.kl}: one of {', '.join(KINDS)}")
     folder, tok, summary = stage.load_data(s)
@@ -97,7 +100,7 @@ def main(argv=None):
     teacher, _ = checkpoint.open_model(s, s.teacher, tok, summary)
     teacher.requires_grad_(False)
     stage.check_fits(model.cfg, prepare.Rows(folder / "all.npz"), s.block_len, k)
-    run = stage.Run(s.name, s, model, tok, summary, noise=0.0)      # the score is a divergence on fixed draws
+    run = stage.Run(s.name, s, model, tok, summary, noise=0.0)      # fixed prompts and noise: no luck to allow for
 
     def roll_out(rows, chosen, *key):
         prompts, groups = stage.roll_out(model, rows, chosen, tok, s, k, *key)
@@ -125,6 +128,7 @@ def main(argv=None):
         return micro_batches(pairs), diffusion.replay_tokens(*zip(*pairs), s.block_len)
 
     # === Validate: the divergence on the student's own outputs, and free greedy decoding =================
+    # Validation prompts have all k candidates. Training rows that show fewer are the harder part of the training loss.
     prompts, targets = evaluate.validation_users(folder, s.eval_users)
     held = prepare.Rows(folder / "valid.npz")
     fixed = list(range(0, len(held), max(len(held) // 48, 1)))[:48]

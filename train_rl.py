@@ -18,7 +18,8 @@ its replay the plain AR forward, and this same file is the AR teacher's RL, with
 
 The policy chooses tokens; *when* they are committed is treated as given (TraceRL, Wang et al., 2025, does the same).
 Left out: a KL penalty in the loss (the KL to the start is logged instead), a value function, rollouts by older policies
-than the last phase's. A run that is resumed between the steps of one phase draws that phase's rollouts anew.
+than the last phase's, and DAPO's dynamic sampling: dropped groups are not replaced, so a step learns from those of its
+groups that are left. A run that is resumed between the steps of one phase draws that phase's rollouts anew.
 """
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,11 +46,11 @@ class RLSettings(stage.Settings):
     tau: float = flag(0.9, "threshold of the rollouts and of the decoded validation")
     temperature: float = flag(1.0, "of the rollouts; the ratio is taken at the same one")
     group: int = flag(8, "rollouts of a prompt")
-    reuse: int = flag(2, "optimiser steps on each batch of rollouts, each on its share of the groups")
+    batch: int = flag(32, "prompts of an optimiser step, each with --group rollouts")
+    minibatches: int = flag(2, "optimiser steps on a batch of rollouts, each on its own share of the groups; 1: the clip never acts")
     epsilon: float = flag(0.2, "the ratio is clipped to 1 - epsilon ... 1 + epsilon")
 
 
-# `batch` counts prompts of an optimiser step; a batch of rollouts has reuse x batch x group rows.
 PRESETS = {
     "mini": dict(steps=20, batch=8, lr=1e-4, warmup=4, eval_every=10, eval_users=256, log_every=10),
     "small": dict(steps=120, batch=16, lr=3e-5, warmup=10, eval_every=40, eval_users=2000, log_every=10),
@@ -83,6 +84,22 @@ def replayed(model, prompts, rollouts, tok, s):
     return logp, logp.gather(1, target[:, None])[:, 0], row, old.to(logp.device)
 
 
+def group_loss(model, prompt, rollouts, advantage, tok, s, start=None):
+    """Loss of one group: the sum over its tokens, divided by their number. Also what to watch, as sums over the tokens;
+    with it, where `start` is given, the KL of the policy to those weights on the same canvases."""
+    prompts = [prompt] * len(rollouts)
+    logp, chosen, row, old = replayed(model, prompts, rollouts, tok, s)
+    loss, held = policy_loss(chosen, old, advantage.to(row.device)[row], s.epsilon)
+    with torch.no_grad():
+        p = logp.exp()                                              # 0 for <mask> and <pad>, whose logp is -inf
+        watch = {"tokens": len(old), "entropy": -float(torch.where(p > 0, p * logp, 0.0).sum()),
+                 "clipped": float(held.sum()), "ratio_off": float(((chosen - old).exp() - 1).abs().max())}
+        if start is not None:
+            other = replayed(start, prompts, rollouts, tok, s)[0]
+            watch["kl_to_start"] = float(torch.where(p > 0, p * (logp - other), 0.0).sum())
+    return loss.sum() / len(old), watch
+
+
 # === 2. Rollouts ======================================================================================================
 
 @dataclass
@@ -95,6 +112,13 @@ class Batch:
     parts: list               # groups x G, the same as dicts
     parsed: list              # groups x G
     targets: list
+
+    def share(self, i, n):
+        """The i-th of n equal shares of the groups."""
+        size = len(self.prompts) // n
+        cut = slice(i * size, (i + 1) * size)
+        return Batch(self.version, *(x[cut] for x in (self.prompts, self.rollouts, self.rewards, self.parts, self.parsed,
+                                                      self.targets)))
 
 
 def roll_out(model, rows, chosen, tok, s, step, k):
@@ -109,22 +133,24 @@ def roll_out(model, rows, chosen, tok, s, step, k):
 
 def describe(b, kept, block_len):
     """What to watch beside the loss: parts of the reward, failures by kind, copies (apart for users whose input order
-    was already best), tokens per forward, and the tokens that replay reads as a share of those of a forward a step."""
+    was already best; a case without users is left out), tokens per forward, and the tokens that replay reads as a share
+    of those of one forward a step, each over the prompt and the blocks up to the active one."""
     flat, parts = [p for group in b.parsed for p in group], [x for group in b.parts for x in group]
     copies = [(ranking.copied(p), t == 0) for group, t in zip(b.parsed, b.targets) for p in group]
     runs = [r for group in b.rollouts for r in group]
     prompts = [p for p, group in zip(b.prompts, b.rollouts) for _ in group]
-    one_by_one = sum(r.nfe * (len(p) + len(r.canvas)) for p, r in zip(prompts, runs))
+    one_by_one = sum((max(r.step[end - block_len:end]) + 1) * (len(p) + end)
+                     for p, r in zip(prompts, runs) for end in range(block_len, len(r.canvas) + 1, block_len))
 
     def share(values):
-        return sum(values) / max(len(values), 1)
+        return sum(values) / len(values)
 
+    cases = {"target_first": [c for c, first in copies if first], "target_later": [c for c, first in copies if not first]}
     return {"reward": float(b.rewards.mean()), **{f"reward_{k}": share([x[k] for x in parts])
                                                   for k in ("rank", "format", "invalid")},
-            "dropped_groups": int((~kept).sum()), "valid": share([p.failure is None for p in flat]),
+            "groups": len(kept), "dropped_groups": int((~kept).sum()), "valid": share([p.failure is None for p in flat]),
             "failures": {f: n for f in ranking.FAILURES if (n := sum(p.failure == f for p in flat))},
-            "copy_rate_target_first": share([c for c, first in copies if first]),
-            "copy_rate_target_later": share([c for c, first in copies if not first]),
+            **{f"copy_rate_{case}": share(values) for case, values in cases.items() if values},
             "tokens_per_nfe": sum(len(r.tokens) for r in runs) / sum(r.nfe for r in runs),
             "replay_share": diffusion.replay_tokens(prompts, runs, block_len) / one_by_one}
 
@@ -141,55 +167,41 @@ def main(argv=None):
     (model, block_len), (start, _) = (checkpoint.open_student(s, s.start, tok, summary, s.block_len) for _ in range(2))
     start.requires_grad_(False)
     s.block_len = block_len
-    run = stage.Run(s.name, s, model, tok, summary)
 
     # === 3. A step: its share of the groups, replayed ===================================================
     rows = prepare.Rows(folder / "all.npz")
     stage.check_fits(model.cfg, rows, s.block_len, k)
     hits = np.flatnonzero(rows.target >= 0)                         # without the target there is nothing to reward
     alike = np.zeros(len(hits), dtype=int)                          # batches by length would be batches of like tasks
+    run = stage.Run(s.name, s, model, tok, summary, noise=0.0)      # the same users each time: no luck to allow for
     state = {"batch": None}
 
     def batch_loss(step):
-        phase, share = divmod(step, s.reuse)
+        phase, share = divmod(step, s.minibatches)
         if share == 0 or state["batch"] is None:                    # after a resume within a phase: fresh rollouts
-            chosen = np.concatenate([hits[stage.batch_rows(alike, s.batch, s.seed, phase * s.reuse + j)]
-                                     for j in range(s.reuse)])
+            chosen = np.concatenate([hits[stage.batch_rows(alike, s.batch, s.seed, phase * s.minibatches + j)]
+                                     for j in range(s.minibatches)])
             state["batch"] = roll_out(model, rows, chosen, tok, s, step, k)
-        b = state["batch"]
-        if step - b.version >= s.reuse:
-            raise RuntimeError(f"rollouts of step {b.version} at step {step}: too old for --reuse {s.reuse}")
-        size = len(b.prompts) // s.reuse                            # s.batch, or less where there are fewer prompts
-        mine = range(share * size, (share + 1) * size)
+        b = state["batch"].share(share, s.minibatches)
         advantage, keep = advantages(b.rewards)
-        kept = [i for i in mine if keep[i]]
+        kept = keep.nonzero()[:, 0].tolist()
+        told = describe(b, keep, s.block_len) | {"version": b.version}
         if not kept:
-            run.log(**describe(b, keep[list(mine)], s.block_len))
-        seen = {"entropy": 0.0, "kl_to_start": 0.0, "clipped": 0.0, "ratio_off": 0.0, "tokens": 0}
+            run.log(**told)                                         # all equal: nothing to learn in this step
+        watched = []                                                # one a kept group: entropy and the like are of those
 
-        def group_loss(i):
-            """One group = one micro-batch: the sum over its tokens, divided by their number."""
-            prompts, rollouts = [b.prompts[i]] * s.group, b.rollouts[i]
-            logp, chosen, row, old = replayed(run.model, prompts, rollouts, tok, s)
-            loss, held = policy_loss(chosen, old, advantage[i].to(row.device)[row], s.epsilon)
-            with torch.no_grad():
-                p = logp.exp()
-                seen["entropy"] -= float(torch.where(p > 0, p * logp, 0.0).sum())
-                seen["clipped"] += float(held.sum())
-                seen["ratio_off"] = max(seen["ratio_off"], float(((chosen - old).exp() - 1).abs().max()))
-                seen["tokens"] += len(old)
-                if step % s.log_every == 0:
-                    ref = replayed(start, prompts, rollouts, tok, s)[0]
-                    seen["kl_to_start"] += float(torch.where(p > 0, p * (logp - ref), 0.0).sum())
-            if i == kept[-1]:
-                n = max(seen.pop("tokens"), 1)
-                off = seen.pop("ratio_off")
-                row = {key: v / n for key, v in seen.items() if key != "kl_to_start" or step % s.log_every == 0}
-                run.log(**describe(b, keep[list(mine)], s.block_len), **row, ratio_off=off, version=b.version)
-            return loss.sum() / len(old)
+        def forward(i):
+            loss, watch = group_loss(run.model, b.prompts[i], b.rollouts[i], advantage[i], tok, s,
+                                     start if step % s.log_every == 0 else None)
+            watched.append(watch)
+            if len(watched) == len(kept):
+                tokens = sum(w["tokens"] for w in watched)
+                means = {key: sum(w[key] for w in watched) / tokens for key in watch if key not in ("tokens", "ratio_off")}
+                run.log(**told, **means, ratio_off=max(w["ratio_off"] for w in watched))
+            return loss
 
-        parts = [(lambda i=i: group_loss(i), 1.0) for i in kept]
-        return parts, sum(diffusion.replay_tokens([b.prompts[i]] * s.group, b.rollouts[i], s.block_len) for i in kept)
+        tokens = sum(diffusion.replay_tokens([b.prompts[i]] * s.group, b.rollouts[i], s.block_len) for i in kept)
+        return [(lambda i=i: forward(i), 1.0) for i in kept], tokens
 
     # === 4. Validate by free decoding, greedily; keep some rollouts as text ==============================
     prompts, targets = evaluate.validation_users(folder, s.eval_users)

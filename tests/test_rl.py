@@ -59,15 +59,43 @@ def test_rollouts_are_judged_and_kept(batch, tok):
             assert p == ranking.parse(r.tokens, tok, n)
             assert float(reward) == (-1 if p.failure else pytest.approx(ranking.reward(p, t, n)["total"]))
     told = train_rl.describe(batch, torch.tensor([True, False, True]), 4)
-    runs = [(len(p) + len(r.canvas), r.nfe) for p, group in zip(batch.prompts, batch.rollouts) for r in group]
-    assert told["replay_share"] == sum(n + 4 * nfe for n, nfe in runs) / sum(n * nfe for n, nfe in runs)
-    assert told["dropped_groups"] == 1 and told["valid"] == 0 and told["reward"] == told["reward_invalid"] == -1
-
-
-def test_first_ratio_is_one_and_stops_at_eos(model, batch, tok):
-    """Before any update the replay gives what was recorded, for each token up to and with <eos> and none beyond it."""
+    replayed = one_by_one = 0
     for prompt, group in zip(batch.prompts, batch.rollouts):
-        logp, chosen, row, old = train_rl.replayed(model, [prompt] * 4, group, tok, Settings)
+        for r in group:                                             # one forward a step: over all up to the active block
+            steps = [max(r.step[at:at + 4]) + 1 for at in range(0, len(r.canvas), 4)]
+            assert sum(steps) == r.nfe
+            replayed += len(prompt) + len(r.canvas) + 4 * r.nfe
+            one_by_one += sum(n * (len(prompt) + 4 * (block + 1)) for block, n in enumerate(steps))
+    assert told["replay_share"] == pytest.approx(replayed / one_by_one)
+    assert told["groups"] == 3 and told["dropped_groups"] == 1
+    assert told["valid"] == 0 and told["reward"] == told["reward_invalid"] == -1
+
+
+def test_copies_are_counted_by_case():
+    """Apart where the target was first already; a case that no user is of is not said to be 0."""
+    copy, other = ranking.Parsed([0, 1, 2], None), ranking.Parsed([2, 1, 0], None)
+    run = sample.Rollout(tokens=[5], canvas=[5], step=[0], logprob=[0.0], nfe=1)
+    parts = [dict(rank=0.0, format=0.0, invalid=0.0)] * 2
+
+    def told(targets, parsed):
+        n = len(targets)
+        b = train_rl.Batch(0, [[1, 2]] * n, [[run] * 2] * n, torch.zeros(n, 2), [parts] * n, parsed, targets)
+        return train_rl.describe(b, torch.ones(n, dtype=torch.bool), 1)
+    found = told([0, 2], [[copy, copy], [copy, other]])
+    assert found["copy_rate_target_first"] == 1 and found["copy_rate_target_later"] == .5
+    found = told([2], [[copy, other]])
+    assert "copy_rate_target_first" not in found and found["copy_rate_target_later"] == .5
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_first_ratio_is_one_and_stops_at_eos(model, rows, batch, tok, temperature):
+    """Before any update the replay gives what was recorded, at the temperature at which it was drawn, for each token up
+    to and with <eos> and none beyond it."""
+    s = type("S", (Settings,), {"temperature": temperature})
+    r = prepare.Rows(rows / "data" / "all.npz")
+    batch = train_rl.roll_out(model, r, [i for i in range(len(r)) if r.target[i] >= 0][:3], tok, s, 7, 3)
+    for prompt, group in zip(batch.prompts, batch.rollouts):
+        logp, chosen, row, old = train_rl.replayed(model, [prompt] * 4, group, tok, s)
         assert torch.allclose((chosen - old).exp(), torch.ones_like(old), atol=1e-5)
         assert torch.bincount(row, minlength=4).tolist() == [len(r.tokens) for r in group]
     ended = [r for group in batch.rollouts for r in group if r.tokens[-1] == tok.eos and len(r.tokens) < len(r.canvas)]
@@ -92,6 +120,32 @@ def test_a_step_makes_the_better_rollout_likelier(model, batch, tok):
             p -= 1e-3 * p.grad                                      # a short step: the slope is meant, not the landscape
         after = likely()[0]
     assert after[0] - before[0] > 0 > after[1] - before[1]
+
+
+def test_group_loss_by_hand(model, batch, tok):
+    """The sum over all tokens of a group, divided by their number: a longer rollout weighs more. Entropy and the KL to
+    other weights against a plain sum over the vocabulary."""
+    import copy
+    other = copy.deepcopy(model)
+    for p in other.parameters():
+        p.data += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(3))
+    prompt, group, advantage = batch.prompts[0], batch.rollouts[0], torch.tensor([1.0, -2.0, 0.5, 0.5])
+    loss, watch = train_rl.group_loss(model, prompt, group, advantage, tok, type("S", (Settings,), {"epsilon": 0.2}), other)
+    n = [len(r.tokens) for r in group]
+    assert len(set(n)) > 1                                          # or the mean of means would do as well
+    assert loss.item() == pytest.approx(-sum(k * a for k, a in zip(n, advantage.tolist())) / sum(n), abs=1e-4)
+    p, q = (train_rl.replayed(m, [prompt] * 4, group, tok, Settings)[0].double() for m in (model, other))
+    finite = p > -1e30
+    assert watch["tokens"] == sum(n) and watch["clipped"] == 0 and watch["ratio_off"] < 1e-5
+    assert watch["entropy"] == pytest.approx(-(p.exp() * p)[finite].sum().item(), rel=1e-4)
+    assert watch["kl_to_start"] == pytest.approx((p.exp() * (p - q))[finite].sum().item(), rel=1e-3) and watch["kl_to_start"] > 0
+
+
+def test_a_share_holds_its_groups(batch):
+    """Two steps on three groups take the first and the second: the third is left over, none is taken twice."""
+    first, second = batch.share(0, 2), batch.share(1, 2)
+    assert first.prompts == batch.prompts[:1] and second.prompts == batch.prompts[1:2] and second.version == batch.version
+    assert torch.equal(second.rewards, batch.rewards[1:2]) and second.targets == batch.targets[1:2]
 
 
 # === Distillation =====================================================================================================
@@ -142,6 +196,9 @@ def test_distil_equals_a_plain_loop(model, batch, tok, kind):
                                              (train_rl.main, ["--start", "nothing"], "nothing.pt is missing"),
                                              (train_rl.main, ["--epsilon", "-1"], "--epsilon -1"),
                                              (train_rl.main, ["--temperature", "nan"], "temperature nan"),
+                                             (train_rl.main, ["--temperature", "inf"], "temperature inf"),
+                                             (train_rl.main, ["--name", "floor"], "--name floor"),
+                                             (train_opd.main, ["--temperature", "0"], "--temperature 0"),
                                              (train_opd.main, ["--group", "0"], "--group 0"),
                                              (train_opd.main, ["--name", "../x"], "--name ../x"),
                                              (train_opd.main, ["--name", "cft"], "--name cft: these weights"),
