@@ -320,7 +320,8 @@ class Run:
 
     def check(self, validate):
         """Validate; keep the weights if their score is the best so far, or as good within the noise: .005 is a fourth of
-        the standard error of NDCG on 400 users, and of two equals the longer trained is the better bet."""
+        the standard error of NDCG on 400 users, and of two equals the longer trained is the better bet. Even those that
+        a start competes with may so be worse than it by the noise."""
         self.model.eval()
         found = validate(self.model)
         self.model.train()

@@ -53,7 +53,7 @@ class RLSettings(stage.Settings):
 
 PRESETS = {
     "mini": dict(steps=20, batch=8, lr=1e-4, warmup=4, eval_every=10, eval_users=256, log_every=10),
-    "small": dict(steps=120, batch=16, lr=3e-5, warmup=10, eval_every=40, eval_users=2000, log_every=10),
+    "small": dict(steps=200, batch=16, lr=3e-5, warmup=10, eval_every=50, eval_users=2000, log_every=10),
     "beauty": dict(steps=600, batch=32, lr=5e-6, warmup=10, eval_every=50, eval_users=2000, log_every=10),
 }
 
@@ -173,7 +173,7 @@ def main(argv=None):
     stage.check_fits(model.cfg, rows, s.block_len, k)
     hits = np.flatnonzero(rows.target >= 0)                         # without the target there is nothing to reward
     alike = np.zeros(len(hits), dtype=int)                          # batches by length would be batches of like tasks
-    run = stage.Run(s.name, s, model, tok, summary, noise=0.0)      # the same users each time: no luck to allow for
+    run = stage.Run(s.name, s, model, tok, summary, noise=0.002)    # a standard error of the difference, paired, on 2,000 users
     state = {"batch": None}
 
     def batch_loss(step):
