@@ -52,7 +52,7 @@ class RLSettings(stage.Settings):
 
 
 PRESETS = {
-    "mini": dict(steps=20, batch=8, lr=1e-4, warmup=4, eval_every=10, eval_users=256, log_every=10),
+    "mini": dict(steps=10, batch=4, lr=1e-4, warmup=2, eval_every=10, eval_users=256, log_every=5),
     "small": dict(steps=200, batch=16, lr=3e-5, warmup=10, eval_every=50, eval_users=2000, log_every=10),
     "beauty": dict(steps=600, batch=32, lr=5e-6, warmup=10, eval_every=50, eval_users=2000, log_every=10),
 }
