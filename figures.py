@@ -3,8 +3,9 @@ import json
 
 import checkpoint
 
-CURVES = ("loss", "valid_r1", "valid_valid", "valid_kl", "valid_tokens_per_nfe", "reward", "entropy", "kl_to_start",
-          "clipped", "copy_rate_target_first", "copy_rate_target_later", "dropped_groups")      # of the logs, to be drawn
+CURVES = ("loss", "valid_r1", "valid_valid", "valid_kl", "valid_tokens_per_nfe", "reward", "reward_rank", "reward_format",
+          "reward_invalid", "valid", "tokens_per_nfe", "entropy", "kl_to_start", "clipped", "copy_rate_target_first",
+          "copy_rate_target_later", "dropped_groups")               # of the logs, to be drawn
 
 
 def draw(path, title, x_name, y_name, series):
@@ -39,6 +40,10 @@ def draw_all(folder, results):
     for name in checkpoint.NAMES:
         if (log := folder / f"{name}.jsonl").exists():
             lines = [json.loads(line) for line in log.read_text().splitlines()]
+            told = [x for x in lines if "failures" in x]            # of RL's rollouts
+            if kinds := sorted({kind for x in told for kind in x["failures"]}):
+                draw(folder / f"{name}_failures.svg", f"{name}: invalid rollouts", "step", "rollouts",
+                     {kind: [(x["step"], x["failures"].get(kind, 0)) for x in told] for kind in kinds})
             for key in CURVES:
                 points = {x["step"]: x[key] for x in lines if key in x}         # a resumed run says some steps twice
                 if len(points) > 1:

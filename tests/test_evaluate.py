@@ -203,7 +203,7 @@ def test_results_file(trained, capsys, monkeypatch):
     lengths = [row["tokens"] for row in results["sweeps"]["output_len"]]
     assert results["student"] == "rl" and lengths[0] <= 8 < lengths[1] and systems["ar"]["speedup"] == 1.0
     assert "oracle" in capsys.readouterr().out
-    for name in ("frontier", "sweep_batch", "rl_valid_r1", "opd_valid_kl"):
+    for name in ("frontier", "sweep_batch", "rl_valid_r1", "rl_failures", "opd_valid_kl"):
         assert (trained / f"{name}.svg").read_text().startswith("<svg")
 
 
