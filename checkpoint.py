@@ -17,6 +17,7 @@ import diffusion
 from model import ModelConfig, Transformer
 
 NAMES = ("ar_sft", "ar", "cft", "opd", "cft_rl", "rl")                  # weights, in the ladder's order
+MAKER = {"ar_sft": "train_ar", "ar": "train_ar", "cft": "train_cft", "opd": "train_opd", "rl": "train_rl"}  # by itself
 SHIPPED = Path(__file__).resolve().parent / "data" / "weights"         # trained weights in the clone
 
 
@@ -92,17 +93,12 @@ def no_weights(s):
     return UserError(f"no weights in {s.out}; train them: python train_ar.py --preset {s.preset}")
 
 
-def maker(name):
-    """The module that makes weights of this name."""
-    return {"ar_sft": "train_ar", "cft_rl": "train_rl"}.get(name, f"train_{name}")
-
-
 def remedy(s, name):
     """What to do about weights that cannot be used."""
     if name not in NAMES:
         return "make it again with the command that made it"
-    return f"make it again: python {maker(name)}.py --preset {s.preset} --out {s.out}" + (
-        " --start cft --name cft_rl" if name == "cft_rl" else "")
+    command = f"{MAKER[name]}.py" if name in MAKER else "train_rl.py --start cft --name cft_rl"
+    return f"make it again: python {command} --preset {s.preset} --out {s.out}"
 
 
 NEEDED = []                                                         # stages that run because a later one needs them
@@ -111,29 +107,28 @@ NEEDED = []                                                         # stages tha
 def need(s, name):
     """See to it that the weights a stage starts from are in its folder: they are there, or come with the clone, or the
     stage that makes them is run first, or gone on with where it was stopped."""
-    module = f"train_{name}" if name == "cft_rl" else maker(name)   # no stage makes cft_rl by itself
-    made = (Path(__file__).parent / f"{module}.py").exists()
+    module = MAKER.get(name)
     flags = ["--preset", s.preset, "--out", s.out, "--seed", str(s.seed), "--device", s.device]
-    if not name.startswith("ar") and (getattr(s, "block_len", None) or 1) > 1:
+    if module != "train_ar" and (getattr(s, "block_len", None) or 1) > 1:
         flags += ["--block-len", str(s.block_len)]                  # blocks as long as they are asked for here
     path = weights(s.out, s.preset, name)
-    for n in ("ar_sft", "ar") if name == "ar" else (name,):
-        if (file := Path(s.out) / f"{n}.state.pt").exists():
-            state = load(file, "delete it")
-            if state["step"] < state["settings"]["steps"]:
-                if not made:
-                    raise UserError(f"{n} was stopped at step {state['step']}: finish it by its own command and --resume")
-                print(f"{n} was stopped at step {state['step']}: going on with it")
-                flags, path = flags + ["--resume"], None
-                break
     if path and path.parent != Path(s.out):
         for source in (path.with_name(f"{n}.pt") for n in NAMES[:max(NAMES.index(name), NAMES.index("ar")) + 1]):
             if source.exists():                                     # with all that it was made from, and the AR model
                 shutil.copyfile(source, Path(s.out) / source.name)
         print(f"{name}.pt comes with the clone ({path}); copied to {s.out}")
         return
+    for n in ("ar_sft", "ar") if name == "ar" else (name,):
+        if (file := Path(s.out) / f"{n}.state.pt").exists():
+            state = load(file, "delete it")
+            if state["step"] < state["settings"]["steps"]:
+                if not module:
+                    raise UserError(f"{n} was stopped at step {state['step']}: finish it by its own command and --resume")
+                print(f"{n} was stopped at step {state['step']}: going on with it")
+                flags, path = flags + ["--resume"], None
+                break
     if not path:
-        if not made:
+        if not module:
             raise UserError(f"{s.out}/{name}.pt is missing, and no stage makes weights of that name by itself")
         print(f"{s.out}/{name}.pt is needed: python {module}.py {' '.join(flags[:2])}")
         NEEDED.append(name)

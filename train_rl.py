@@ -47,7 +47,8 @@ class RLSettings(stage.Settings):
     temperature: float = flag(1.0, "of the rollouts; the ratio is taken at the same one")
     group: int = flag(8, "rollouts of a prompt")
     batch: int = flag(32, "prompts of an optimiser step, each with --group rollouts")
-    minibatches: int = flag(2, "optimiser steps on a batch of rollouts, each on its own share of the groups; 1: the clip never acts")
+    minibatches: int = flag(2, "optimiser steps on a batch of rollouts, each on its own share of the groups; with 1 the "
+                               "clip never acts")
     epsilon: float = flag(0.2, "the ratio is clipped to 1 - epsilon ... 1 + epsilon")
 
 
@@ -173,7 +174,7 @@ def main(argv=None):
     stage.check_fits(model.cfg, rows, s.block_len, k)
     hits = np.flatnonzero(rows.target >= 0)                         # without the target there is nothing to reward
     alike = np.zeros(len(hits), dtype=int)                          # batches by length would be batches of like tasks
-    run = stage.Run(s.name, s, model, tok, summary, noise=0.002)    # a standard error of the difference, paired, on 2,000 users
+    run = stage.Run(s.name, s, model, tok, summary, noise=0.002)    # about a standard error, paired, on 2,000 users
     state = {"batch": None}
 
     def batch_loss(step):
