@@ -40,11 +40,14 @@ def draw_all(folder, results):
     for name in checkpoint.NAMES:
         if (log := folder / f"{name}.jsonl").exists():
             lines = [json.loads(line) for line in log.read_text().splitlines()]
-            told = [x for x in lines if "failures" in x]            # of RL's rollouts
-            if kinds := sorted({kind for x in told for kind in x["failures"]}):
+
+            def by_step(key):                                       # a resumed run says some steps twice
+                return sorted({x["step"]: x[key] for x in lines if key in x}.items())
+
+            told = by_step("failures")                              # of RL's rollouts
+            if kinds := sorted({kind for _, failures in told for kind in failures}):
                 draw(folder / f"{name}_failures.svg", f"{name}: invalid rollouts", "step", "rollouts",
-                     {kind: [(x["step"], x["failures"].get(kind, 0)) for x in told] for kind in kinds})
+                     {kind: [(step, failures.get(kind, 0)) for step, failures in told] for kind in kinds})
             for key in CURVES:
-                points = {x["step"]: x[key] for x in lines if key in x}         # a resumed run says some steps twice
-                if len(points) > 1:
-                    draw(folder / f"{name}_{key}.svg", f"{name}: {key}", "step", key, {name: sorted(points.items())})
+                if len(points := by_step(key)) > 1:
+                    draw(folder / f"{name}_{key}.svg", f"{name}: {key}", "step", key, {name: points})
