@@ -1,4 +1,5 @@
 """RL and distillation: their arithmetic by hand, and one step of each whose effect has a known direction."""
+import copy
 import math
 
 import pytest
@@ -41,12 +42,17 @@ def test_clipped_loss_by_hand():
 
 
 @pytest.fixture
-def batch(model, rows, tok):
-    """Rollouts of three prompts with a purchase among the candidates, <eos> made likely so that rows end."""
+def roll_out(model, rows, tok):
+    """Settings -> rollouts of three prompts with a purchase among the candidates, <eos> made likely so that rows end."""
     model.embed.weight.data[tok.eos] = model.embed.weight.data.mean(0) + 1.0
     r = prepare.Rows(rows / "data" / "all.npz")
     chosen = [i for i in range(len(r)) if r.target[i] >= 0][:3]
-    return train_rl.roll_out(model, r, chosen, tok, Settings, 7, 3)
+    return lambda s: train_rl.roll_out(model, r, chosen, tok, s, 7, 3)
+
+
+@pytest.fixture
+def batch(roll_out):
+    return roll_out(Settings)
 
 
 def test_rollouts_are_judged_and_kept(batch, tok):
@@ -88,12 +94,11 @@ def test_copies_are_counted_by_case():
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_first_ratio_is_one_and_stops_at_eos(model, rows, batch, tok, temperature):
+def test_first_ratio_is_one_and_stops_at_eos(model, roll_out, tok, temperature):
     """Before any update the replay gives what was recorded, at the temperature at which it was drawn, for each token up
     to and with <eos> and none beyond it."""
     s = type("S", (Settings,), {"temperature": temperature})
-    r = prepare.Rows(rows / "data" / "all.npz")
-    batch = train_rl.roll_out(model, r, [i for i in range(len(r)) if r.target[i] >= 0][:3], tok, s, 7, 3)
+    batch = roll_out(s)
     for prompt, group in zip(batch.prompts, batch.rollouts):
         logp, chosen, row, old = train_rl.replayed(model, [prompt] * 4, group, tok, s)
         assert torch.allclose((chosen - old).exp(), torch.ones_like(old), atol=1e-5)
@@ -125,7 +130,6 @@ def test_a_step_makes_the_better_rollout_likelier(model, batch, tok):
 def test_group_loss_by_hand(model, batch, tok):
     """The sum over all tokens of a group, divided by their number: a longer rollout weighs more. Entropy and the KL to
     other weights against a plain sum over the vocabulary."""
-    import copy
     other = copy.deepcopy(model)
     for p in other.parameters():
         p.data += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(3))
@@ -167,7 +171,6 @@ def test_divergences_by_hand():
 def test_distil_equals_a_plain_loop(model, batch, tok, kind):
     """Token by token: the teacher's causal distribution against the student's on the canvas, weighted; nothing after
     <eos>; the teacher gets no gradient."""
-    import copy
     s = type("S", (Settings,), {"kl": kind})
     teacher = copy.deepcopy(model)
     for p in teacher.parameters():
