@@ -69,6 +69,16 @@ class Settings(Common):
     log_every: int = flag(20, "steps between log lines")
 
 
+@dataclass
+class OnPolicySettings(Settings):
+    """What the stages have that learn from the student's own rollouts."""
+    block_len: int = flag(None, "block length, 1: autoregressive (default: as the start was trained)")
+    tau: float = flag(0.9, "threshold of the rollouts and of the decoded validation")
+    temperature: float = flag(1.0, "of the rollouts; in RL the ratio is taken at the same one")
+    batch: int = flag(32, "prompts of a step, each with --group rollouts")
+    group: int = flag(4, "rollouts of a prompt")
+
+
 RANGES = [
     (("steps", "batch", "group", "minibatches", "eval_users", "log_every", "save_every", "eval_every", "time_users", "repeats"),
      lambda v: v >= 1, "at least 1"),

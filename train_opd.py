@@ -34,16 +34,11 @@ KINDS = ("forward", "reverse", "jsd")
 
 
 @dataclass
-class OPDSettings(stage.Settings):
+class OPDSettings(stage.OnPolicySettings):
     start: str = flag("cft", "name of the weights to start from")
     name: str = flag("opd", "name of the weights that are written, <out>/<name>.pt")
     teacher: str = flag("ar", "name of the AR weights that teach")
     kl: str = flag("forward", f"divergence: one of {', '.join(KINDS)}")
-    block_len: int = flag(None, "block length of the student (default: as it was trained)")
-    tau: float = flag(0.9, "threshold of the rollouts and of the decoded validation")
-    temperature: float = flag(1.0, "of the rollouts")
-    batch: int = flag(32, "prompts of a step, each with --group rollouts")
-    group: int = flag(4, "rollouts of a prompt")
 
 
 PRESETS = {

@@ -38,15 +38,11 @@ from stage import flag
 
 
 @dataclass
-class RLSettings(stage.Settings):
+class RLSettings(stage.OnPolicySettings):
     UNUSED = ("dtype", "micro", "reasoning", "answer")              # of the flags that other stages have
     name: str = flag("rl", "name of the weights that are written, <out>/<name>.pt")
     start: str = flag("opd", "name of the weights to start from")
-    block_len: int = flag(None, "block length, 1: autoregressive (default: as the start was trained)")
-    tau: float = flag(0.9, "threshold of the rollouts and of the decoded validation")
-    temperature: float = flag(1.0, "of the rollouts; the ratio is taken at the same one")
     group: int = flag(8, "rollouts of a prompt")
-    batch: int = flag(32, "prompts of an optimiser step, each with --group rollouts")
     minibatches: int = flag(2, "optimiser steps on a batch of rollouts, each on its own share of the groups; with 1 the "
                                "clip never acts")
     epsilon: float = flag(0.2, "the ratio is clipped to 1 - epsilon ... 1 + epsilon")
