@@ -46,6 +46,7 @@ class RLSettings(stage.OnPolicySettings):
     minibatches: int = flag(2, "optimiser steps on a batch of rollouts, each on its own share of the groups; with 1 the "
                                "clip never acts")
     epsilon: float = flag(0.2, "the ratio is clipped to 1 - epsilon ... 1 + epsilon")
+    advantage: str = flag("std", "of a rollout: std, (R - mean) / std of its group; or mean, R - mean")
 
 
 PRESETS = {
@@ -57,11 +58,16 @@ PRESETS = {
 
 # === 1. What is computed from a batch of rollouts =====================================================================
 
-def advantages(rewards):
-    """(groups, G) rewards -> advantages (groups, G), and which groups to keep: those whose rewards differ."""
+def advantages(rewards, kind="std"):
+    """(groups, G) rewards -> advantages (groups, G), and which groups to keep: those whose rewards differ.
+
+    kind "std" is the paper's. It makes all groups weigh the same: one whose rollouts differ in a place or two of the
+    target as much as one where a rollout is no permutation at all. "mean" (Dr. GRPO, Liu et al., 2025) leaves rewards
+    in their unit, so that what costs most is unlearnt first."""
     std = rewards.std(dim=1, correction=0, keepdim=True)
     keep = std[:, 0] > 1e-6
-    return (rewards - rewards.mean(dim=1, keepdim=True)) / std.clamp(min=1e-6), keep
+    above = rewards - rewards.mean(dim=1, keepdim=True)
+    return above / std.clamp(min=1e-6) if kind == "std" else above, keep
 
 
 def policy_loss(logp, old, advantage, epsilon):
@@ -157,6 +163,8 @@ def main(argv=None):
     sample.check_settings(s.block_len, s.tau, s.temperature)
     if s.group < 2 or s.temperature == 0:
         raise checkpoint.UserError("--group at least 2 and --temperature above 0: rollouts must differ")
+    if s.advantage not in ("std", "mean"):
+        raise checkpoint.UserError(f"--advantage {s.advantage}: std or mean")
     folder, tok, summary = stage.load_data(s)
     checkpoint.need(s, s.start)
     k = summary["config"]["candidates"]
@@ -180,7 +188,7 @@ def main(argv=None):
                                      for j in range(s.minibatches)])
             state["batch"] = roll_out(model, rows, chosen, tok, s, step, k)
         b = state["batch"].share(share, s.minibatches)
-        advantage, keep = advantages(b.rewards)
+        advantage, keep = advantages(b.rewards, s.advantage)
         kept = keep.nonzero()[:, 0].tolist()
         told = describe(b, keep, s.block_len) | {"version": b.version}
         if not kept:

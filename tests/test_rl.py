@@ -29,6 +29,16 @@ def test_advantages_by_hand():
     assert torch.allclose(a[0], torch.tensor([1.0, 0, 0, -1]) / math.sqrt(.5)) and not a[1:].any()
 
 
+def test_advantages_in_the_unit_of_the_reward():
+    """Without the division a group with an invalid rollout weighs more than one whose target moved by a place."""
+    rewards = torch.tensor([[.3, .3, .3, -1], [.3, .3, .3, .2], [0.0, 0, 0, 0]])
+    a, keep = train_rl.advantages(rewards, "mean")
+    assert keep.tolist() == [True, True, False]
+    assert torch.allclose(a[:2, 3], torch.tensor([-.975, -.075])) and torch.allclose(a.sum(1), torch.zeros(3), atol=1e-6)
+    scaled, _ = train_rl.advantages(rewards)
+    assert torch.allclose(scaled[0], scaled[1])
+
+
 def test_clipped_loss_by_hand():
     """Beyond the clip a token is held back only in the direction in which it has gone too far already."""
     ratio = torch.tensor([1.0, 1.5, 1.5, 0.5, 0.5])
@@ -198,6 +208,7 @@ def test_distil_equals_a_plain_loop(model, batch, tok, kind):
                                              (train_rl.main, ["--temperature", "0"], "--temperature"),
                                              (train_rl.main, ["--start", "nothing"], "nothing.pt is missing"),
                                              (train_rl.main, ["--epsilon", "-1"], "--epsilon -1"),
+                                             (train_rl.main, ["--advantage", "x"], "--advantage x"),
                                              (train_rl.main, ["--temperature", "nan"], "temperature nan"),
                                              (train_rl.main, ["--temperature", "inf"], "temperature inf"),
                                              (train_rl.main, ["--name", "floor"], "--name floor"),
