@@ -21,6 +21,7 @@ Left out: a KL penalty in the loss (the KL to the start is logged instead), a va
 than the last phase's, and DAPO's dynamic sampling: dropped groups are not replaced, so a step learns from those of its
 groups that are left. A run that is resumed between the steps of one phase draws that phase's rollouts anew.
 """
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ import torch
 import checkpoint
 import diffusion
 import evaluate
+import machine
 import ranking
 import sample
 import stage
@@ -50,7 +52,7 @@ class RLSettings(stage.OnPolicySettings):
 
 
 PRESETS = {
-    "mini": dict(steps=10, batch=4, lr=1e-4, warmup=2, eval_every=10, eval_users=256, log_every=5),
+    "mini": dict(steps=10, batch=4, lr=1e-4, warmup=2, eval_every=10, eval_users=128, log_every=5),
     "small": dict(steps=200, batch=16, lr=3e-5, warmup=10, eval_every=50, eval_users=2000, log_every=10),
     "beauty": dict(steps=600, batch=32, lr=5e-6, warmup=10, eval_every=50, eval_users=2000, log_every=10),
 }
@@ -168,6 +170,8 @@ def main(argv=None):
     folder, tok, summary = stage.load_data(s)
     checkpoint.need(s, s.start)
     k = summary["config"]["candidates"]
+    decoding = dataclasses.replace(s)                               # validation and table: in the faster dtype, as ever
+    machine.pick_dtype(decoding)
     s.dtype = "float32"           # the ratio must be 1 to 1e-5 before the first update; bf16 gives 1e-2
     (model, block_len), (start, _) = (checkpoint.open_student(s, s.start, tok, summary, s.block_len) for _ in range(2))
     start.requires_grad_(False)
@@ -220,11 +224,12 @@ def main(argv=None):
             with open(texts, "a") as f:
                 for r, reward in zip(state["batch"].rollouts[0][:2], state["batch"].rewards[0]):
                     f.write(f"step {run.step}, reward {reward:.2f}, {r.nfe} forwards\n{tok.text(r.tokens)}\n\n")
-        return evaluate.validate_by_decoding(model, tok, prompts, targets, k, s.block_len, s.tau, run.autocast())
+        return evaluate.validate_by_decoding(model, tok, prompts, targets, k, s.block_len, s.tau,
+                                             machine.autocast(decoding))
 
     run.train(batch_loss, validate, start_competes=True)
     if s.block_len > 1:                                             # train_ar.py shows its own
-        evaluate.show_step(s, folder, tok, summary, run.autocast())
+        evaluate.show_step(s, folder, tok, summary, machine.autocast(decoding))
 
 
 if __name__ == "__main__":
