@@ -5,9 +5,11 @@ that a stage reads as its method and nothing else.
 
 Resume is exact: the data order is a function of (seed, step), every other draw comes from a generator keyed by
 (seed, step, row), and the checkpoint holds weights, optimiser, schedule position and settings. Twenty steps equal ten,
-a kill, and ten more, bit for bit on a CPU (tests/test_stage.py; for RL see there).
+a kill, and ten more, bit for bit on a CPU (tests/test_stage.py, tests/test_evaluate.py; for a phase of RL's
+rollouts see train_rl.py).
 """
 import argparse
+import contextlib
 import json
 import math
 import re
@@ -209,10 +211,11 @@ class Run:
     name: of the stage: writes <out>/<name>.pt (the product: weights, config, fingerprint) and <out>/<name>.state.pt
     (to resume). batch_loss(step) -> ([(forward, weight)], tokens): one pair a micro-batch, where forward() gives a sum
     of losses and the gradient is taken of sum(forward()) / sum(weight). validate(model) -> dict with "score": the best
-    is kept.
+    is kept, or one as good within `noise` (default: .1 / sqrt(eval_users)). exact: train in float32 whatever s.dtype says;
+    it is then the dtype of the validation alone.
     """
 
-    def __init__(self, name, s, model, tok, summary, noise=0.005):
+    def __init__(self, name, s, model, tok, summary, noise=None, exact=False):
         self.name, self.s, self.model, self.tok, self.summary = name, s, model.to(s.device), tok, summary
         self.product = Path(s.out) / f"{name}.pt"
         self.state_file = Path(s.out) / f"{name}.state.pt"
@@ -222,7 +225,10 @@ class Run:
         self.opt = torch.optim.AdamW([{"params": matrices, "weight_decay": s.decay},
                                       {"params": vectors, "weight_decay": 0.0}],
                                      lr=s.lr, betas=(0.9, 0.95), fused=True)
-        self.step, self.best, self.seconds, self.stop, self.noise = 0, -math.inf, 0.0, False, noise
+        self.step, self.best, self.seconds, self.stop, self.exact = 0, -math.inf, 0.0, False, exact
+        self.noise = 0.1 / math.sqrt(s.eval_users) if noise is None else noise
+        start = checkpoint.weights(s.out, s.preset, s.start) if getattr(s, "start", "") else None
+        self.made_from = checkpoint.digest(start) if start else ""
         if s.resume:
             self.restore()                                          # and with it the dtype
         self.rate = machine.pick_dtype(s)
@@ -276,7 +282,8 @@ class Run:
         s = self.s
         body, embedding = self.model.size()
         print(f"{self.name}: {body / 1e6:.2f}M parameters in the layers, {embedding / 1e6:.2f}M in the embedding; "
-              f"{s.device}, {s.dtype}, {self.rate / 1e9:.0f} GFLOP/s in a matrix product; {s.steps} steps of {s.batch} "
+              f"{s.device}, {s.dtype}{', training in float32' * self.exact}, {self.rate / 1e9:.0f} GFLOP/s in a matrix "
+              f"product; {s.steps} steps of {s.batch} "
               + (f"prompts x {s.group}" if hasattr(s, "group") else "rows"))
         if start_competes and self.best == -math.inf:
             self.check(validate)
@@ -292,7 +299,7 @@ class Run:
                 total = max(sum(w for _, w in parts), 1e-9)         # one denominator over all micro-batches
                 loss = 0.0
                 for forward, _ in parts:
-                    with self.autocast():
+                    with contextlib.nullcontext() if self.exact else self.autocast():
                         part = forward() / total
                     part.backward()
                     loss += float(part.detach())

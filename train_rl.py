@@ -21,7 +21,6 @@ Left out: a KL penalty in the loss (the KL to the start is logged instead), a va
 than the last phase's, and DAPO's dynamic sampling: dropped groups are not replaced, so a step learns from those of its
 groups that are left. A run that is resumed between the steps of one phase draws that phase's rollouts anew.
 """
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +30,6 @@ import torch
 import checkpoint
 import diffusion
 import evaluate
-import machine
 import ranking
 import sample
 import stage
@@ -41,9 +39,10 @@ from stage import flag
 
 @dataclass
 class RLSettings(stage.OnPolicySettings):
-    UNUSED = ("dtype", "micro", "reasoning", "answer")              # of the flags that other stages have
+    UNUSED = ("micro", "reasoning", "answer")                      # of the flags that other stages have
     name: str = flag("rl", "name of the weights that are written, <out>/<name>.pt")
     start: str = flag("opd", "name of the weights to start from")
+    dtype: str = flag("auto", "of decoded validation: float32, bfloat16, or auto, the faster; rollouts and ratios are float32")
     group: int = flag(8, "rollouts of a prompt")
     minibatches: int = flag(2, "optimiser steps on a batch of rollouts, each on its own share of the groups; with 1 the "
                                "clip never acts")
@@ -170,9 +169,6 @@ def main(argv=None):
     folder, tok, summary = stage.load_data(s)
     checkpoint.need(s, s.start)
     k = summary["config"]["candidates"]
-    decoding = dataclasses.replace(s)                               # validation and table: in the faster dtype, as ever
-    machine.pick_dtype(decoding)
-    s.dtype = "float32"           # the ratio must be 1 to 1e-5 before the first update; bf16 gives 1e-2
     (model, block_len), (start, _) = (checkpoint.open_student(s, s.start, tok, summary, s.block_len) for _ in range(2))
     start.requires_grad_(False)
     s.block_len = block_len
@@ -182,7 +178,7 @@ def main(argv=None):
     stage.check_fits(model.cfg, rows, s.block_len, k)
     hits = np.flatnonzero(rows.target >= 0)                         # without the target there is nothing to reward
     alike = np.zeros(len(hits), dtype=int)                          # batches by length would be batches of like tasks
-    run = stage.Run(s.name, s, model, tok, summary, noise=0.002)    # about a standard error, paired, on 2,000 users
+    run = stage.Run(s.name, s, model, tok, summary, exact=True)     # first ratios are 1 to about 1e-5; in bf16, to 1e-2
     state = {"batch": None}
 
     def batch_loss(step):
@@ -224,12 +220,11 @@ def main(argv=None):
             with open(texts, "a") as f:
                 for r, reward in zip(state["batch"].rollouts[0][:2], state["batch"].rewards[0]):
                     f.write(f"step {run.step}, reward {reward:.2f}, {r.nfe} forwards\n{tok.text(r.tokens)}\n\n")
-        return evaluate.validate_by_decoding(model, tok, prompts, targets, k, s.block_len, s.tau,
-                                             machine.autocast(decoding))
+        return evaluate.validate_by_decoding(model, tok, prompts, targets, k, s.block_len, s.tau, run.autocast())
 
     run.train(batch_loss, validate, start_competes=True)
     if s.block_len > 1:                                             # train_ar.py shows its own
-        evaluate.show_step(s, folder, tok, summary, machine.autocast(decoding))
+        evaluate.show_step(s, folder, tok, summary, run.autocast())
 
 
 if __name__ == "__main__":
