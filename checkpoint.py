@@ -5,6 +5,7 @@ A stage called `name` writes <out>/<name>.pt (the product: weights, config, sett
 <out>/<name>.state.pt (what it needs to go on: stage.py, `Run`).
 """
 import functools
+import hashlib
 import importlib
 import json
 import os
@@ -138,10 +139,22 @@ def need(s, name):
             NEEDED.remove(name)
 
 
+def digest(path):
+    """Tells one file from another."""
+    return hashlib.sha1(path.read_bytes()).hexdigest()[:8]
+
+
 def open_model(s, name, tok, summary):
     """(model, checkpoint) of the weights called `name` in this run, on the run's device."""
     path = weights(s.out, s.preset, name) or Path(s.out) / f"{name}.pt"
-    return load_model(path, tok, summary, remedy(s, name), s.device)
+    model, state = load_model(path, tok, summary, remedy(s, name), s.device)
+    start = path.with_name(f"{state['settings'].get('start')}.pt")
+    if start.exists() and state.get("made_from") and state["made_from"] != digest(start):
+        say_once(f"note: {start} is not the one from which {path} was made; {remedy(s, name)}")
+    return model, state
+
+
+say_once = functools.cache(print)
 
 
 def open_student(s, name, tok, summary, block_len=None):

@@ -266,6 +266,16 @@ def show_sweeps(found):
             print("".join(f"{r[c]:>16,}" if isinstance(r[c], int) else f"{r[c]:>16,.3f}" for c in columns))
 
 
+def measured(file, device, digests):
+    """The results that are there, to be added to; none where any was taken on another device or of other weights."""
+    try:
+        results = json.loads(file.read_text()) if file.exists() else {}
+    except ValueError:
+        raise checkpoint.UserError(f"{file} cannot be read; delete it, and what it held is measured again")
+    same = all(digests.get(name, digest) == digest for name, digest in results.get("weights", {}).items())
+    return results if same and results.get("device") == device else {}
+
+
 def main(argv=None):
     s = stage.settings(EvalSettings, {}, __doc__, argv)
     if s.only not in ("", "ladder", "frontier", "sweeps"):
@@ -282,13 +292,9 @@ def main(argv=None):
     print(f"weights in {checkpoint.weights(s.out, s.preset, 'ar').parent}, each of its stage's step: "
           + ", ".join(f"{n} {state['step']}" for n, state in made.items()))
     file = Path(s.out) / "results.json"
-    try:
-        results = json.loads(file.read_text()) if file.exists() else {}
-    except ValueError:
-        raise checkpoint.UserError(f"{file} cannot be read; delete it, and what it held is measured again")
-    if results.get("device", s.device) != s.device:                 # what was timed elsewhere is not to be mixed in
-        results = {}
-    results |= {"preset": s.preset, "seed": made["ar"]["settings"]["seed"], "device": s.device,
+    digests = {name: checkpoint.digest(checkpoint.weights(s.out, s.preset, name)) for name in made}
+    results = measured(file, s.device, digests)
+    results |= {"weights": results.get("weights", {}) | digests, "preset": s.preset, "seed": made["ar"]["settings"]["seed"], "device": s.device,
                 "n_users": summary["test_users_with_hit"]}
     if s.only in ("", "ladder"):
         systems = [(name, name, 1, None) for name in models]

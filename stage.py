@@ -250,6 +250,7 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.opt.load_state_dict(state["opt"])
         self.step, self.best, self.seconds = state["step"], state["best"], state["seconds"]
+        self.made_from = state.get("made_from", "")
         print(f"resumed {self.name} at step {self.step} of {self.s.steps}")
 
     def lr(self, step):
@@ -262,12 +263,13 @@ class Run:
     def save_state(self):
         checkpoint.save(self.state_file, {
             "model": self.model.state_dict(), "opt": self.opt.state_dict(), "step": self.step, "best": self.best,
-            "seconds": self.seconds, "settings": asdict(self.s), "fingerprint": self.summary["fingerprint"]})
+            "seconds": self.seconds, "settings": asdict(self.s), "made_from": self.made_from,
+            "fingerprint": self.summary["fingerprint"]})
 
     def save_product(self, found):
         checkpoint.save(self.product, {
             "model": self.model.state_dict(), "config": asdict(self.model.cfg), "step": self.step,
-            "fingerprint": self.summary["fingerprint"], "settings": asdict(self.s),
+            "fingerprint": self.summary["fingerprint"], "settings": asdict(self.s), "made_from": self.made_from,
             "validation": {k: v for k, v in found.items() if isinstance(v, (int, float))}})
 
     def log(self, **values):

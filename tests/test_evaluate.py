@@ -1,6 +1,8 @@
 """The whole chain on the miniature, a few steps each: what is asserted is the plumbing, not the learning."""
 import itertools
 import json
+import shutil
+import signal
 
 import pytest
 import torch
@@ -199,6 +201,10 @@ def test_results_file(trained, capsys, monkeypatch):
     assert [row["tau"] for row in results["frontier"][1:]] == list(evaluate.TAUS)
     assert {name: len(rows) for name, rows in results["sweeps"].items()} == {"output_len": 2, "candidates": 2, "prompt_len": 2,
                                                                              "batch": 2, "block_len": 1}    # 999: too long
+    file, now = trained / "results.json", results["weights"]
+    assert evaluate.measured(file, "cpu", now)["frontier"] == results["frontier"]
+    assert "frontier" in evaluate.measured(file, "cpu", now | {"cft_b8": "1"})
+    assert evaluate.measured(file, "cuda", now) == evaluate.measured(file, "cpu", now | {"cft": "1"}) == {}
     assert all(row["speedup"] > 0 for rows in results["sweeps"].values() for row in rows)
     lengths = [row["tokens"] for row in results["sweeps"]["output_len"]]
     assert results["student"] == "rl" and lengths[0] <= 8 < lengths[1] and systems["ar"]["speedup"] == 1.0
@@ -242,6 +248,20 @@ def test_command_line_json(trained, capsys):
 def test_command_line_mistakes(trained, flags, says):
     with pytest.raises(checkpoint.UserError, match=says):
         show.main(["--preset", "mini", "--out", str(trained), *flags])
+
+
+def test_weights_of_another_start_are_pointed_out(trained, tmp_path, capsys):
+    """AR weights that are not those from which the student was made."""
+    (tmp_path / "data").symlink_to(trained / "data")
+    for name in ("ar.pt", "cft.pt"):
+        shutil.copyfile(trained / name, tmp_path / name)
+    s = stage.Settings(preset="mini", out=str(tmp_path), device="cpu")
+    _, tok, summary = stage.load_data(s)
+    checkpoint.open_model(s, "cft", tok, summary)
+    assert "note" not in capsys.readouterr().out
+    shutil.copyfile(trained / "ar_sft.pt", tmp_path / "ar.pt")
+    checkpoint.open_model(s, "cft", tok, summary)
+    assert "ar.pt is not the one from which" in capsys.readouterr().out
 
 
 def test_weights_that_are_not_there(trained):
