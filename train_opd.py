@@ -66,18 +66,16 @@ def divergence(teacher, student, kind):
     return (kl(teacher, middle) + kl(student, middle)) / 2
 
 
-def distil(student, teacher, prompts, rollouts, tok, s):
-    """Sum of w D over the committed tokens of some rollouts. No gradient reaches the teacher."""
+def distil(student, teacher, prompts, rollouts, w, tok, s):
+    """Sum of w D over the committed tokens of some rollouts, w (n, length). No gradient reaches the teacher."""
     q, _, row, place = diffusion.replay(student, prompts, rollouts, tok, s.block_len)    # (m, vocab), (m,), (m,)
     with torch.no_grad():
         causal = diffusion.pack(prompts, [r.tokens for r in rollouts], tok, block_len=1)
         there = torch.arange(causal.target.shape[1]) < torch.tensor([len(r.tokens) for r in rollouts])[:, None]
         p, _ = diffusion.score(teacher, causal, there, tok)                              # one line a token, by (row, i)
         at = there.flatten().cumsum(0).view(there.shape).to(row.device)[row, place] - 1  # the line of (row, i)
-    w = diffusion.token_weights([r.tokens for r in rollouts], there.shape[1], tok, s.reasoning, s.answer, 0.0)
-    w = w.to(q.device)[row, place]
-    d = divergence(p[at].log_softmax(-1), q.log_softmax(-1), s.kl)
-    return (w * d).sum()
+    d = divergence(p[at].log_softmax(-1), q.log_softmax(-1), s.kl)                       # (m,)
+    return (w.to(q.device)[row, place] * d).sum()
 
 
 def main(argv=None):
@@ -95,7 +93,7 @@ def main(argv=None):
     teacher, _ = checkpoint.open_model(s, s.teacher, tok, summary)
     teacher.requires_grad_(False)
     stage.check_fits(model.cfg, prepare.Rows(folder / "all.npz"), s.block_len, k)
-    run = stage.Run(s.name, s, model, tok, summary, noise=0.0)      # fixed prompts and noise: no luck to allow for
+    run = stage.Run(s.name, s, model, tok, summary, noise=0.0)      # the least divergence, over thousands of tokens, is kept
 
     def roll_out(rows, chosen, *key):
         prompts, groups = stage.roll_out(model, rows, chosen, tok, s, k, *key)
@@ -108,7 +106,7 @@ def main(argv=None):
             prompts, rollouts = map(list, zip(*pairs[lo:lo + (s.micro or len(pairs))]))
             w = diffusion.token_weights([r.tokens for r in rollouts], max(len(r.tokens) for r in rollouts), tok,
                                         s.reasoning, s.answer, 0.0)
-            parts.append((lambda p=prompts, r=rollouts: distil(run.model, teacher, p, r, tok, s), float(w.sum())))
+            parts.append((lambda p=prompts, r=rollouts, w=w: distil(run.model, teacher, p, r, w, tok, s), float(w.sum())))
         return parts
 
     # === A step: decode, let the teacher read, score the student where it committed ======================
@@ -116,7 +114,8 @@ def main(argv=None):
     alike = np.zeros(len(rows), dtype=int)                          # batches by length would be batches of like tasks
 
     def batch_loss(step):
-        pairs = roll_out(rows, stage.batch_rows(alike, s.batch, s.seed, step), s.seed, step)
+        with run.autocast():                                        # as it validates, and as it is scored
+            pairs = roll_out(rows, stage.batch_rows(alike, s.batch, s.seed, step), s.seed, step)
         tokens = sum(len(r.tokens) for _, r in pairs)
         run.log(rollout_tokens_per_nfe=tokens / sum(r.nfe for _, r in pairs),
                 rollout_no_eos=sum(r.tokens[-1] != tok.eos for _, r in pairs))

@@ -186,7 +186,8 @@ def test_distil_equals_a_plain_loop(model, batch, tok, kind):
     for p in teacher.parameters():
         p.data += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(3))
     prompts, rollouts = batch.prompts[:2], [batch.rollouts[0][0], batch.rollouts[1][1]]
-    loss = train_opd.distil(model, teacher, prompts, rollouts, tok, s)
+    w = diffusion.token_weights([r.tokens for r in rollouts], max(len(r.tokens) for r in rollouts), tok, 0.5, 1.0, 0.0)
+    loss = train_opd.distil(model, teacher, prompts, rollouts, w, tok, s)
     want = 0.0
     for prompt, r in zip(prompts, rollouts):
         x = torch.tensor([prompt + r.tokens[:-1]])
