@@ -279,6 +279,6 @@ def replay(model, prompts, rollouts, tok, block_len):
 
 def replay_tokens(prompts, rollouts, block_len):
     """Tokens that replay reads for these rows: the text once, and each canvas, P + R + NFE * B a row. One forward a step
-    would read NFE * (P + R), and with gradients keep them all."""
+    would read the prompt and all blocks up to the active one each time, and with gradients keep them all."""
     canvases = sum(r.nfe for r in rollouts) * block_len * (block_len > 1)
     return sum(len(p) + len(r.canvas) for p, r in zip(prompts, rollouts)) + canvases

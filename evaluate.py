@@ -245,8 +245,10 @@ def show_stage(s, folder, tok, summary, systems, autocast):
 
 def show_step(s, folder, tok, summary, autocast):
     """The ladder at the end of a stage that goes from one student, s.start, to another, s.name: AR and both."""
-    show_stage(s, folder, tok, summary, [("ar", "ar", 1, None)] + [
-        ("naive" if name.startswith("ar") else name, name, s.block_len, s.tau) for name in (s.start, s.name)], autocast)
+    first = checkpoint.open_model(s, s.start, tok, summary)[1]["settings"].get("block_len", 1) == 1      # no CFT before it
+    show_stage(s, folder, tok, summary, [("ar", "ar", 1, None),
+                                         ("naive" if first else s.start, s.start, s.block_len, s.tau),
+                                         (s.name, s.name, s.block_len, s.tau)], autocast)
 
 
 def show_frontier(rows):

@@ -67,7 +67,7 @@ class Settings(Common):
     answer: float = flag(1.0, "loss weight of an answer token")
     eval_every: int = flag(500, "steps between validations by free decoding (the best one is kept)")
     eval_users: int = flag(512, "validation users with a hit that are decoded each time")
-    save_every: int = flag(200, "steps between saved states")
+    save_every: int = flag(200, "steps between saved states, beside those after each validation")
     log_every: int = flag(20, "steps between log lines")
 
 
@@ -114,6 +114,8 @@ def settings(cls, presets, doc, argv=None):
         raise UserError(f"--name {name}: a row of the ladder has that name already")
     if name == start or name in ("ar", "ar_sft") and getattr(s, "block_len", 1) != 1:
         raise UserError(f"--name {name}: these weights are what the stage works from; give the new ones another name")
+    if getattr(s, "block_len", None) == 1 and name in checkpoint.NAMES and name not in ("ar", "ar_sft"):
+        raise UserError(f"--block-len 1 is autoregressive, {name} a diffusion model's name: give --name, to RL --start ar_sft")
     if getattr(s, "dtype", "auto") not in ("auto", "float32", "bfloat16"):
         raise UserError(f"--dtype {s.dtype}: auto, float32 or bfloat16")
     return s
@@ -280,7 +282,7 @@ class Run:
         return machine.autocast(self.s)
 
     def train(self, batch_loss, validate, start_competes=False):
-        """start_competes: validate before the first step too, so that weights which training harmed are not kept."""
+        """start_competes: validate before the first step too, so that weights which training clearly harmed are not kept."""
         s = self.s
         body, embedding = self.model.size()
         print(f"{self.name}: {body / 1e6:.2f}M parameters in the layers, {embedding / 1e6:.2f}M in the embedding; "
@@ -325,7 +327,7 @@ class Run:
                 if self.step % s.eval_every == 0 or self.step == s.steps:
                     self.check(validate)
                     mark = time.time()
-                if self.step % s.save_every == 0 or self.step == s.steps:
+                if self.step % s.save_every == 0 or self.step % s.eval_every == 0 or self.step == s.steps:
                     self.save_state()
         finally:
             bar.close()
@@ -338,9 +340,9 @@ class Run:
             sys.exit(f"stopped after step {self.step}, saved to {self.state_file}; go on with: {again}")
 
     def check(self, validate):
-        """Validate; keep the weights if their score is the best so far, or as good within the noise: .005 is a fourth of
-        the standard error of NDCG on 400 users, and of two equals the longer trained is the better bet. Even those that
-        a start competes with may so be worse than it by the noise."""
+        """Validate; keep the weights if their score is the best so far, or as good within the noise. NDCG@3 of one user
+        varies by about .42, so .1 / sqrt(n) is a fourth of the standard error on n users, and of two equals the longer
+        trained is the better bet. So weights that are kept may score below the start by as much as the noise."""
         self.model.eval()
         found = validate(self.model)
         self.model.train()

@@ -42,7 +42,7 @@ class RLSettings(stage.OnPolicySettings):
     UNUSED = ("micro", "reasoning", "answer")                      # of the flags that other stages have
     name: str = flag("rl", "name of the weights that are written, <out>/<name>.pt")
     start: str = flag("opd", "name of the weights to start from")
-    dtype: str = flag("auto", "of decoded validation: float32, bfloat16, or auto, the faster; rollouts and ratios are float32")
+    dtype: str = flag("auto", "of decoded validation: float32, bfloat16, or auto; rollouts and ratios are float32")
     group: int = flag(8, "rollouts of a prompt")
     minibatches: int = flag(2, "optimiser steps on a batch of rollouts, each on its own share of the groups; with 1 the "
                                "clip never acts")
@@ -63,8 +63,8 @@ def advantages(rewards, kind="std"):
     """(groups, G) rewards -> advantages (groups, G), and which groups to keep: those whose rewards differ.
 
     kind "std" is the paper's. It makes all groups weigh the same: one whose rollouts differ in a place or two of the
-    target as much as one where a rollout is no permutation at all. "mean" (Dr. GRPO, Liu et al., 2025) leaves rewards
-    in their unit, so that what costs most is unlearnt first."""
+    target as much as one where a rollout is no permutation at all. "mean" (one half of Dr. GRPO, Liu et al., 2025; the
+    other, no division by length, is not done here) leaves rewards in their unit: what costs most weighs most."""
     std = rewards.std(dim=1, correction=0, keepdim=True)
     keep = std[:, 0] > 1e-6
     above = rewards - rewards.mean(dim=1, keepdim=True)

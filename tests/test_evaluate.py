@@ -65,6 +65,8 @@ def test_rl_and_distillation_log_what_to_watch(trained):
     assert all(x["failures"] and x["entropy"] > 0 and x["kl_to_start"] == 0 for x in told if x["step"] == 0)
     assert all(x["ratio_off"] < 1e-4 for x in told if x["step"] in (0, 2)) and told[1]["ratio_off"] > 1e-4
     assert all(x["groups"] == 4 for x in told)                      # those of the step's share, not of the whole phase
+    texts = (trained / "rl.rollouts.txt").read_text()
+    assert texts.count("step 3, reward ") == 2                      # two rollouts of the last batch, as text
     kl = [x["valid_kl"] for x in map(json.loads, (trained / "opd.jsonl").read_text().splitlines()) if "valid_kl" in x]
     assert len(kl) == 2 and all(v >= 0 for v in kl)                 # before the first step, and at the end
 
@@ -74,10 +76,10 @@ def test_without_cft_the_ar_weights_are_converted(trained, tmp_path, monkeypatch
     monkeypatch.setitem(train_opd.PRESETS, "mini", QUICK | {"group": 2, "steps": 1})
     for name in ("data", "ar.pt"):
         (tmp_path / name).symlink_to(trained / name)
-    train_opd.main(["--preset", "mini", "--out", str(tmp_path), "--device", "cpu", "--start", "ar", "--lr", "0"])
+    train_opd.main(["--preset", "mini", "--out", str(tmp_path), "--device", "cpu", "--start", "ar", "--lr", "0", "--name", "arc"])
     said = capsys.readouterr().out
-    assert "\nnaive " in said and "\nopd " in said
-    ar, opd = (torch.load(tmp_path / f"{n}.pt", weights_only=True)["model"]["embed.weight"] for n in ("ar", "opd"))
+    assert "\nnaive " in said and "\narc " in said
+    ar, opd = (torch.load(tmp_path / f"{n}.pt", weights_only=True)["model"]["embed.weight"] for n in ("ar", "arc"))
     moved = (ar != opd).any(1).nonzero().flatten().tolist()
     assert len(moved) == 1 and torch.allclose(opd[moved[0]], torch.cat((ar[:moved[0]], ar[moved[0] + 1:])).mean(0), atol=1e-6)
 
@@ -167,6 +169,72 @@ def test_distillation_and_rl_resume_bit_for_bit(module, trained, tmp_path, monke
     start = torch.load(trained / ("cft.pt" if name == "opd" else "opd.pt"), weights_only=True)["model"]
     assert again["step"] == 4 and any(not torch.equal(v, start[key]) for key, v in whole["model"].items())
     assert all(torch.equal(v, again["model"][key]) for key, v in whole["model"].items())
+
+
+@pytest.fixture
+def begun(trained, tmp_path, monkeypatch):
+    """A stage in a fresh folder with all that it may start from, without a table at its end -> flags."""
+    monkeypatch.setattr(checkpoint, "NEEDED", ["a later stage"])
+    for name in ("data", "ar_sft.pt", "ar.pt", "cft.pt", "opd.pt"):
+        (tmp_path / name).symlink_to(trained / name)
+    return ["--preset", "mini", "--out", str(tmp_path), "--device", "cpu"]
+
+
+def test_rl_goes_on_within_a_phase(begun, tmp_path, monkeypatch):
+    """Stopped after the first of a phase's two steps: the second gets rollouts of its own, made by the policy as it is."""
+    real = stage.batch_rows
+
+    def interrupting(*a):
+        if a[3] == 0:
+            signal.raise_signal(signal.SIGINT)
+        return real(*a)
+    monkeypatch.setattr(stage, "batch_rows", interrupting)
+    monkeypatch.setitem(train_rl.PRESETS, "mini", QUICK | {"group": 2, "steps": 3, "log_every": 1})
+    with pytest.raises(SystemExit):
+        train_rl.main(begun)
+    monkeypatch.setattr(stage, "batch_rows", real)
+    train_rl.main(begun + ["--resume"])
+    told = [json.loads(x) for x in (tmp_path / "rl.jsonl").read_text().splitlines()]
+    assert [(x["step"], x["version"]) for x in told if "version" in x] == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_dropped_groups_are_not_counted(begun, monkeypatch):
+    """Three groups of four differ in rewards: three parts of weight 1 in the loss."""
+    judged, steps = train_rl.roll_out, []
+
+    def one_group_alike(*a):
+        b = judged(*a)
+        b.rewards = torch.tensor([[1.0, 0.0]]).repeat(len(b.rewards), 1)
+        b.rewards[1] = -1.0
+        return b
+    monkeypatch.setattr(train_rl, "roll_out", one_group_alike)
+    monkeypatch.setattr(stage.Run, "train", lambda run, batch_loss, *_, **__: steps.append(batch_loss(0)))
+    monkeypatch.setitem(train_rl.PRESETS, "mini", QUICK | {"group": 2})
+    train_rl.main(begun)
+    [(parts, _)] = steps
+    assert [weight for _, weight in parts] == [1.0] * 3
+
+
+@pytest.mark.parametrize("module,name", [(train_ar, "ar_sft"), (train_cft, "cft"), (train_opd, "opd")])
+def test_micro_batches_change_nothing(module, name, trained, tmp_path, monkeypatch):
+    """One numerator and one denominator, whatever the rows of a forward: same loss, same gradient norm."""
+    monkeypatch.setattr(checkpoint, "NEEDED", ["a later stage"])
+    monkeypatch.setitem(stage.MODELS, "mini", dict(width=16, layers=1, heads=1, ctx_len=320))
+    quick = QUICK | {"steps": 1, "log_every": 1}
+    if module is train_ar:
+        quick = {k: v for k, v in quick.items() if k != "block_len"} | {"accepted_steps": 0, "rl_steps": 0}
+    monkeypatch.setitem(module.PRESETS, "mini", quick)
+    found = []
+    for micro in ("0", "3"):                                        # 3: the last forward has one row
+        out = tmp_path / micro
+        out.mkdir()
+        for need in ("data", "ar.pt", "cft.pt"):
+            if need != f"{name}.pt":
+                (out / need).symlink_to(trained / need)
+        module.main(["--preset", "mini", "--out", str(out), "--device", "cpu", "--micro", micro])
+        [line] = [x for x in map(json.loads, (out / f"{name}.jsonl").read_text().splitlines()) if "grad_norm" in x]
+        found.append((line["loss"], line["grad_norm"]))
+    assert found[0] == pytest.approx(found[1], rel=1e-4) and found[0][0] > 0
 
 
 @pytest.mark.parametrize("module,name", [(train_ar, "ar_sft"), (train_cft, "cft"), (train_rl, "rl"), (train_opd, "opd")])

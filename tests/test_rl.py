@@ -210,6 +210,8 @@ def test_distil_equals_a_plain_loop(model, batch, tok, kind):
                                              (train_rl.main, ["--start", "nothing"], "nothing.pt is missing"),
                                              (train_rl.main, ["--epsilon", "-1"], "--epsilon -1"),
                                              (train_rl.main, ["--advantage", "x"], "--advantage x"),
+                                             (train_rl.main, ["--block-len", "1"], "--start ar_sft"),
+                                             (train_cft.main, ["--block-len", "1"], "--block-len 1"),
                                              (train_rl.main, ["--temperature", "nan"], "temperature nan"),
                                              (train_rl.main, ["--temperature", "inf"], "temperature inf"),
                                              (train_rl.main, ["--name", "floor"], "--name floor"),
