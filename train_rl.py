@@ -9,6 +9,8 @@ prompt, decoded by the real parallel decoder; each is rewarded; the ones above t
     ratio       rho_i = exp(log p_theta(x_i | canvas) - log p_old(x_i | canvas)),  canvas = what the decoder saw at the
                 step at which it committed token i                                                          diffusion.replay
     loss        - mean over groups of  sum_i min(rho_i A, clip(rho_i, 1 - eps, 1 + eps) A) / tokens of the group
+    anchor      + beta times the mean over these tokens of KL(p_theta || p_start), GRPO's, exact over the vocabulary; the
+                paper and DAPO have none (--kl-weight 0)
 
 i runs over the committed tokens up to and including the first <eos>. At block length 1 a trajectory is a causal row,
 its replay the plain AR forward, and this same file is the AR teacher's RL, with which train_ar.py ends.
@@ -17,9 +19,9 @@ its replay the plain AR forward, and this same file is the AR teacher's RL, with
     python train_rl.py --preset mini --block-len 1 --start ar_sft --name ar
 
 The policy chooses tokens; *when* they are committed is treated as given (TraceRL, Wang et al., 2025, does the same).
-Left out: a KL penalty in the loss (the KL to the start is logged instead), a value function, rollouts by older policies
-than the last phase's, and DAPO's dynamic sampling: dropped groups are not replaced, so a step learns from those of its
-groups that are left. A run that is resumed between the steps of one phase draws that phase's rollouts anew.
+Left out: a value function, rollouts by older policies than the last phase's, and DAPO's dynamic sampling: dropped groups
+are not replaced, so a step learns from those of its groups that are left. A run that is resumed between the steps of one
+phase draws that phase's rollouts anew.
 """
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,7 @@ import sample
 import stage
 from data import prepare
 from stage import flag
+from train_opd import divergence
 
 
 @dataclass
@@ -47,12 +50,13 @@ class RLSettings(stage.OnPolicySettings):
     minibatches: int = flag(2, "optimiser steps on a batch of rollouts, each on its own share of the groups; with 1 the "
                                "clip never acts")
     epsilon: float = flag(0.2, "the ratio is clipped to 1 - epsilon ... 1 + epsilon")
+    kl_weight: float = flag(0.0, "weight in the loss of KL(policy || start); 0: none, it is only logged")
     advantage: str = flag("std", "of a rollout: std, (R - mean) / std of its group; or mean, R - mean")
 
 
 PRESETS = {
     "mini": dict(steps=10, batch=4, lr=1e-4, warmup=2, eval_every=10, eval_users=128, log_every=5),
-    "small": dict(steps=200, batch=16, lr=3e-5, warmup=10, eval_every=50, eval_users=2000, log_every=10),
+    "small": dict(steps=200, batch=16, lr=3e-5, warmup=10, eval_every=50, eval_users=2544, log_every=10, advantage="mean"),
     "beauty": dict(steps=600, batch=32, lr=5e-6, warmup=10, eval_every=50, eval_users=2000, log_every=10),
 }
 
@@ -90,17 +94,22 @@ def replayed(model, prompts, rollouts, tok, s):
 
 def group_loss(model, prompt, rollouts, advantage, tok, s, start=None):
     """Loss of one group: the sum over its tokens, divided by their number. Also what to watch, as sums over the tokens;
-    with it, where `start` is given, the KL of the policy to those weights on the same canvases."""
+    with it, where `start` is given, KL(policy || start) on the same canvases, which --kl-weight adds to the loss."""
     prompts = [prompt] * len(rollouts)
     logp, chosen, row, old = replayed(model, prompts, rollouts, tok, s)
-    loss, held = policy_loss(chosen, old, advantage.to(row.device)[row], s.epsilon)
+    loss, held = policy_loss(chosen, old, advantage.to(row.device)[row], s.epsilon)      # (m,), (m,)
+    kl = None
+    if start is not None:
+        with torch.no_grad():
+            other = replayed(start, prompts, rollouts, tok, s)[0]                        # (m, vocab)
+        kl = divergence(other, logp, "reverse")                                          # (m,) exact, over the vocabulary
+        loss = loss + s.kl_weight * kl
     with torch.no_grad():
         p = logp.exp()                                              # 0 for <mask> and <pad>, whose logp is -inf
         watch = {"tokens": len(old), "entropy": -float(torch.where(p > 0, p * logp, 0.0).sum()),
                  "clipped": float(held.sum()), "ratio_off": float(((chosen - old).exp() - 1).abs().max())}
-        if start is not None:
-            other = replayed(start, prompts, rollouts, tok, s)[0]
-            watch["kl_to_start"] = float(torch.where(p > 0, p * (logp - other), 0.0).sum())
+        if kl is not None:
+            watch["kl_to_start"] = float(kl.sum())
     return loss.sum() / len(old), watch
 
 
@@ -197,7 +206,7 @@ def main(argv=None):
 
         def forward(i):
             loss, watch = group_loss(run.model, b.prompts[i], b.rollouts[i], advantage[i], tok, s,
-                                     start if step % s.log_every == 0 else None)
+                                     start if s.kl_weight or step % s.log_every == 0 else None)
             watched.append(watch)
             if len(watched) == len(kept):
                 tokens = sum(w["tokens"] for w in watched)

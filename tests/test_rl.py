@@ -144,7 +144,7 @@ def test_group_loss_by_hand(model, batch, tok):
     for p in other.parameters():
         p.data += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(3))
     prompt, group, advantage = batch.prompts[0], batch.rollouts[0], torch.tensor([1.0, -2.0, 0.5, 0.5])
-    loss, watch = train_rl.group_loss(model, prompt, group, advantage, tok, type("S", (Settings,), {"epsilon": 0.2}), other)
+    loss, watch = train_rl.group_loss(model, prompt, group, advantage, tok, type("S", (Settings,), {"epsilon": 0.2, "kl_weight": 0.0}), other)
     n = [len(r.tokens) for r in group]
     assert len(set(n)) > 1                                          # or the mean of means would do as well
     assert loss.item() == pytest.approx(-sum(k * a for k, a in zip(n, advantage.tolist())) / sum(n), abs=1e-4)
@@ -152,7 +152,13 @@ def test_group_loss_by_hand(model, batch, tok):
     finite = p > -1e30
     assert watch["tokens"] == sum(n) and watch["clipped"] == 0 and watch["ratio_off"] < 1e-5
     assert watch["entropy"] == pytest.approx(-(p.exp() * p)[finite].sum().item(), rel=1e-4)
-    assert watch["kl_to_start"] == pytest.approx((p.exp() * (p - q))[finite].sum().item(), rel=1e-3) and watch["kl_to_start"] > 0
+    kl = (p.exp() * (p - q))[finite].sum().item()
+    assert watch["kl_to_start"] == pytest.approx(kl, rel=1e-3) and kl > 0
+    anchored, _ = train_rl.group_loss(model, prompt, group, advantage, tok,
+                                      type("S", (Settings,), {"epsilon": 0.2, "kl_weight": 2.0}), other)
+    assert (anchored - loss).item() == pytest.approx(2 * kl / sum(n), rel=1e-3)
+    anchored.backward()                                             # <mask> and <pad>, impossible in both, give no NaN
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters()) and all(p.grad is None for p in other.parameters())
 
 
 def test_a_share_holds_its_groups(batch):
