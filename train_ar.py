@@ -79,7 +79,8 @@ def main(argv=None):
     if s.rl_steps:
         again = ["--resume"] if s.resume and (Path(s.out) / "ar.state.pt").exists() else []
         train_rl.main(["--preset", s.preset, "--out", s.out, "--seed", str(s.seed), "--device", s.device, "--block-len",
-                       "1", "--start", "ar_sft", "--name", "ar", "--steps", str(s.rl_steps), "--dtype", s.dtype, *again])
+                       "1", "--start", "ar_sft", "--name", "ar", "--steps", str(s.rl_steps), "--dtype", s.dtype, "--advantage",
+                       "std", "--kl-weight", "0", "--temperature", "1", *again])             # the paper's
     else:
         shutil.copyfile(run.product, Path(s.out) / "ar.pt")
 
