@@ -8,12 +8,13 @@ prompt, decoded by the real parallel decoder; each is rewarded; the ones above t
     advantage   A = (R - mean of the group) / std of the group;  a group with equal rewards says nothing and is dropped
     ratio       rho_i = exp(log p_theta(x_i | canvas) - log p_old(x_i | canvas)),  canvas = what the decoder saw at the
                 step at which it committed token i                                                          diffusion.replay
-    loss        - mean over groups of  sum_i min(rho_i A, clip(rho_i, 1 - eps, 1 + eps) A) / tokens of the group
+    loss        - mean over kept groups of  sum_i min(rho_i A, clip(rho_i, 1 - eps, 1 + eps) A) / tokens of the group
     anchor      + beta times the mean over these tokens of KL(p_theta || p_start), GRPO's, exact over the vocabulary; the
                 paper and DAPO have none (--kl-weight 0)
 
-i runs over the committed tokens up to and including the first <eos>. At block length 1 a trajectory is a causal row,
-its replay the plain AR forward, and this same file is the AR teacher's RL, with which train_ar.py ends.
+i runs over the committed tokens up to and including the first <eos>; p is at the rollouts' temperature. At block length 1 a
+trajectory is a causal row, its replay the plain AR forward, and this same file is the AR teacher's RL, with which
+train_ar.py ends.
 
     python train_rl.py --preset mini         # the whole chain, where a stage is missing
     python train_rl.py --preset mini --block-len 1 --start ar_sft --name ar
@@ -47,10 +48,10 @@ class RLSettings(stage.OnPolicySettings):
     start: str = flag("opd", "name of the weights to start from")
     dtype: str = flag("auto", "of decoded validation: float32, bfloat16, or auto; rollouts and ratios are float32")
     group: int = flag(8, "rollouts of a prompt")
-    minibatches: int = flag(2, "optimiser steps on a batch of rollouts, each on its own share of the groups; with 1 the "
-                               "clip never acts")
+    minibatches: int = flag(2, "optimiser steps of a phase, whose rollouts are of batch x minibatches prompts, each step on "
+                               "its own share; with 1 the ratio is always 1 and --epsilon never acts")
     epsilon: float = flag(0.2, "the ratio is clipped to 1 - epsilon ... 1 + epsilon")
-    kl_weight: float = flag(0.0, "weight in the loss of KL(policy || start); 0: none, it is only logged")
+    kl_weight: float = flag(0.0, "beta, weight in the loss of KL(policy || start); 0: none, logged every --log-every steps")
     advantage: str = flag("std", "of a rollout: std, (R - mean) / std of its group; or mean, R - mean")
 
 
