@@ -42,7 +42,7 @@ class OPDSettings(stage.OnPolicySettings):
 
 
 PRESETS = {
-    "mini": dict(steps=6, batch=8, lr=5e-5, warmup=2, eval_every=6, eval_users=128, log_every=2),
+    "mini": dict(steps=6, batch=8, lr=5e-5, warmup=2, eval_every=6, eval_users=256, log_every=2),
     "small": dict(steps=20, batch=12, micro=16, lr=1e-5, warmup=5, eval_every=10, eval_users=2544, log_every=10),
     "beauty": dict(steps=1000, batch=128, micro=64, lr=1e-5, warmup=20, eval_every=100, eval_users=2000, log_every=10),
 }
