@@ -154,11 +154,13 @@ def test_group_loss_by_hand(model, batch, tok):
     assert watch["entropy"] == pytest.approx(-(p.exp() * p)[finite].sum().item(), rel=1e-4)
     kl = (p.exp() * (p - q))[finite].sum().item()
     assert watch["kl_to_start"] == pytest.approx(kl, rel=1e-3) and kl > 0
-    anchored, _ = train_rl.group_loss(model, prompt, group, advantage, tok,
-                                      type("S", (Settings,), {"epsilon": 0.2, "kl_weight": 2.0}), other)
+    s = type("S", (Settings,), {"epsilon": 0.2, "kl_weight": 2.0})
+    anchored, _ = train_rl.group_loss(model, prompt, group, advantage, tok, s, other)
     assert (anchored - loss).item() == pytest.approx(2 * kl / sum(n), rel=1e-3)
-    anchored.backward()                                             # <mask> and <pad>, impossible in both, give no NaN
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters()) and all(p.grad is None for p in other.parameters())
+    model.zero_grad()
+    train_rl.group_loss(model, prompt, group, 0 * advantage, tok, s, other)[0].backward()    # the anchor alone pulls
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters()) and any(p.grad.any() for p in model.parameters())
+    assert all(p.grad is None for p in other.parameters())          # nor does <mask>, impossible in both, give NaN above
 
 
 def test_a_share_holds_its_groups(batch):
