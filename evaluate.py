@@ -296,8 +296,8 @@ def main(argv=None):
     file = Path(s.out) / "results.json"
     digests = {name: checkpoint.digest(checkpoint.weights(s.out, s.preset, name)) for name in made}
     results = measured(file, s.device, digests)
-    results |= {"weights": results.get("weights", {}) | digests, "preset": s.preset, "seed": made["ar"]["settings"]["seed"], "device": s.device,
-                "n_users": summary["test_users_with_hit"]}
+    results |= {"weights": results.get("weights", {}) | digests, "preset": s.preset, "device": s.device,
+                "seed": made["ar"]["settings"]["seed"], "n_users": summary["test_users_with_hit"]}
     if s.only in ("", "ladder"):
         systems = [(name, name, 1, None) for name in models]
         systems += [("naive", "ar", s.block_len or made[student]["settings"]["block_len"], 0.9)] if student else []

@@ -6,6 +6,7 @@ something, and it has the oddities of real files: items without brand or title, 
 import gzip
 import json
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import stage                                          # noqa: E402
 from data import amazon, prepare                      # noqa: E402
 from model import ModelConfig, Transformer            # noqa: E402
 
@@ -97,3 +99,17 @@ def model(tok):
         if p.dim() == 2:
             p.data *= 4 if name.startswith("embed") else 20
     return m.eval()
+
+
+@pytest.fixture
+def ctrl_c_at(monkeypatch):
+    """ctrl_c_at(step): Ctrl-C while the rows of that step are drawn; ctrl_c_at(None): no more."""
+    real = stage.batch_rows
+
+    def arm(step):
+        def interrupting(*args):
+            if args[3] == step:
+                signal.raise_signal(signal.SIGINT)
+            return real(*args)
+        monkeypatch.setattr(stage, "batch_rows", interrupting)
+    return arm

@@ -2,7 +2,6 @@
 import itertools
 import json
 import shutil
-import signal
 
 import pytest
 import torch
@@ -180,19 +179,13 @@ def begun(trained, tmp_path, monkeypatch):
     return ["--preset", "mini", "--out", str(tmp_path), "--device", "cpu"]
 
 
-def test_rl_goes_on_within_a_phase(begun, tmp_path, monkeypatch):
+def test_rl_goes_on_within_a_phase(begun, ctrl_c_at, tmp_path, monkeypatch):
     """Stopped after the first of a phase's two steps: the second gets rollouts of its own, made by the policy as it is."""
-    real = stage.batch_rows
-
-    def interrupting(*a):
-        if a[3] == 0:
-            signal.raise_signal(signal.SIGINT)
-        return real(*a)
-    monkeypatch.setattr(stage, "batch_rows", interrupting)
+    ctrl_c_at(0)
     monkeypatch.setitem(train_rl.PRESETS, "mini", QUICK | {"group": 2, "steps": 3, "log_every": 1})
     with pytest.raises(SystemExit):
         train_rl.main(begun)
-    monkeypatch.setattr(stage, "batch_rows", real)
+    ctrl_c_at(None)
     train_rl.main(begun + ["--resume"])
     told = [json.loads(x) for x in (tmp_path / "rl.jsonl").read_text().splitlines()]
     assert [(x["step"], x["version"]) for x in told if "version" in x] == [(0, 0), (1, 1), (2, 2)]
