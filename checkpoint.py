@@ -23,7 +23,7 @@ SHIPPED = Path(__file__).resolve().parent / "data" / "weights"         # trained
 
 
 class UserError(ValueError):
-    """A mistake that a user can mend: shown as one line, without a traceback (stage.main)."""
+    """A mistake that a user can mend: shown as one line, without a traceback (settings.main)."""
 
 
 def save(path, state):

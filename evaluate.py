@@ -28,11 +28,12 @@ import figures
 import machine
 import ranking
 import sample
+import settings
 import stage
 from data import prepare
 from data.dataset import longest_output
 from model import KVCache, Transformer
-from stage import flag
+from settings import flag
 
 TAUS = (1.0, 0.95, 0.9, 0.8, 0.6, 0.4)
 SIZES = {"output_len": (32, 64, 96, 128), "candidates": (3, 5, 7, 10), "prompt_len": (128, 256, 512, 1024, 2048),
@@ -40,7 +41,7 @@ SIZES = {"output_len": (32, 64, 96, 128), "candidates": (3, 5, 7, 10), "prompt_l
 
 
 @dataclass
-class EvalSettings(stage.Common):
+class EvalSettings(settings.Common):
     only: str = flag("", "ladder, frontier, or sweeps with the frontier (default: all)")
     student: str = flag("", "weights of the frontier and the sweeps (default: the last stage that is there)")
     block_len: int = flag(None, "block length of the diffusion models (default: as they were trained)")
@@ -279,7 +280,7 @@ def measured(file, device, digests):
 
 
 def main(argv=None):
-    s = stage.settings(EvalSettings, {}, __doc__, argv)
+    s = settings.parse(EvalSettings, {}, __doc__, argv)
     if s.only not in ("", "ladder", "frontier", "sweeps"):
         raise checkpoint.UserError(f"--only {s.only}: ladder, frontier or sweeps")
     sample.check_settings(s.block_len, 1.0)
@@ -329,4 +330,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    stage.main(main)
+    settings.main(main)

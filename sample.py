@@ -262,5 +262,5 @@ def timed(model, prompts, tok, block_len, tau, max_len, temperature=0.0, seeds=N
 
 if __name__ == "__main__":
     import show                                                     # only here: the stages build on the sampler, show on them
-    import stage
-    stage.main(show.main)
+    import settings
+    settings.main(show.main)

@@ -15,6 +15,7 @@ import checkpoint
 import machine
 import ranking
 import sample
+import settings
 import stage
 from checkpoint import UserError
 from data import amazon, prepare
@@ -23,7 +24,7 @@ from data.dataset import longest_output
 
 def main(argv=None):
     ap = argparse.ArgumentParser(description="Re-rank one real user's candidates and show how.")
-    ap.add_argument("--preset", choices=list(stage.MODELS), default="mini")
+    ap.add_argument("--preset", choices=list(settings.MODELS), default="mini")
     ap.add_argument("--out", default="", help="folder of the run (default out/<preset>)")
     ap.add_argument("--user", type=int, default=0, help="the user's number in users.tsv.gz")
     ap.add_argument("--student", default="", help="weights of the diffusion model (default: the last stage there is)")

@@ -19,15 +19,16 @@ import torch
 
 import diffusion
 import evaluate
+import settings
 import stage
 import train_rl
 from data import prepare
 from model import ModelConfig, Transformer
-from stage import flag
+from settings import flag
 
 
 @dataclass
-class ARSettings(stage.Settings):
+class ARSettings(settings.Settings):
     accepted_steps: int = flag(300, "the last so many steps are on the rejection-sampled traces")
     rl_steps: int = flag(0, "optimiser steps of RL that follow (0: none, ar.pt is ar_sft.pt)")
 
@@ -40,11 +41,11 @@ PRESETS = {
 
 
 def main(argv=None):
-    s = stage.settings(ARSettings, PRESETS, __doc__, argv)
+    s = settings.parse(ARSettings, PRESETS, __doc__, argv)
     folder, tok, summary = stage.load_data(s)
     k = summary["config"]["candidates"]
     torch.manual_seed(s.seed)
-    model = Transformer(ModelConfig(vocab=tok.vocab, **stage.MODELS[s.preset]))
+    model = Transformer(ModelConfig(vocab=tok.vocab, **settings.MODELS[s.preset]))
     sets = [prepare.Rows(folder / f"{name}.npz") for name in ("all", "accepted")]
     stage.check_fits(model.cfg, sets[0], 1, k)
     run = stage.Run("ar_sft", s, model, tok, summary)
@@ -90,4 +91,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    stage.main(main)
+    settings.main(main)

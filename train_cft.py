@@ -25,13 +25,14 @@ import checkpoint
 import diffusion
 import evaluate
 import sample
+import settings
 import stage
 from data import prepare
-from stage import flag
+from settings import flag
 
 
 @dataclass
-class CFTSettings(stage.Settings):
+class CFTSettings(settings.Settings):
     start: str = flag("ar", "name of the weights to start from")
     name: str = flag("cft", "name of the weights that are written, <out>/<name>.pt")
     block_len: int = flag(diffusion.BLOCK_LEN, "targets of a block")
@@ -62,7 +63,7 @@ def same_at_block_length_one(ar, converted, tok, row, device):
 
 
 def main(argv=None):
-    s = stage.settings(CFTSettings, PRESETS, __doc__, argv)
+    s = settings.parse(CFTSettings, PRESETS, __doc__, argv)
     if s.schedule not in diffusion.SCHEDULES:
         raise checkpoint.UserError(f"--schedule {s.schedule}: one of {', '.join(diffusion.SCHEDULES)}")
     sample.check_settings(s.block_len, s.tau)
@@ -126,4 +127,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    stage.main(main)
+    settings.main(main)

@@ -26,15 +26,16 @@ import checkpoint
 import diffusion
 import evaluate
 import sample
+import settings
 import stage
 from data import prepare
-from stage import flag
+from settings import flag
 
 KINDS = ("forward", "reverse", "jsd")
 
 
 @dataclass
-class OPDSettings(stage.OnPolicySettings):
+class OPDSettings(settings.OnPolicySettings):
     start: str = flag("cft", "name of the weights to start from")
     name: str = flag("opd", "name of the weights that are written, <out>/<name>.pt")
     teacher: str = flag("ar", "name of the AR weights that teach")
@@ -79,7 +80,7 @@ def distil(student, teacher, prompts, rollouts, w, tok, s):
 
 
 def main(argv=None):
-    s = stage.settings(OPDSettings, PRESETS, __doc__, argv)
+    s = settings.parse(OPDSettings, PRESETS, __doc__, argv)
     sample.check_settings(s.block_len, s.tau, s.temperature)
     if s.temperature == 0 and s.group > 1:
         raise checkpoint.UserError("--temperature 0: all rollouts of a prompt would be the same; give --group 1")
@@ -139,4 +140,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    stage.main(main)
+    settings.main(main)

@@ -35,14 +35,15 @@ import diffusion
 import evaluate
 import ranking
 import sample
+import settings
 import stage
 from data import prepare
-from stage import flag
+from settings import flag
 from train_opd import divergence
 
 
 @dataclass
-class RLSettings(stage.OnPolicySettings):
+class RLSettings(settings.OnPolicySettings):
     UNUSED = ("micro", "reasoning", "answer")                      # of the flags that other stages have
     name: str = flag("rl", "name of the weights that are written, <out>/<name>.pt")
     start: str = flag("opd", "name of the weights to start from")
@@ -171,7 +172,7 @@ def describe(b, kept, block_len):
 
 
 def main(argv=None):
-    s = stage.settings(RLSettings, PRESETS, __doc__, argv)
+    s = settings.parse(RLSettings, PRESETS, __doc__, argv)
     sample.check_settings(s.block_len, s.tau, s.temperature)
     if s.group < 2 or s.temperature == 0:
         raise checkpoint.UserError("--group at least 2 and --temperature above 0: rollouts must differ")
@@ -239,4 +240,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    stage.main(main)
+    settings.main(main)

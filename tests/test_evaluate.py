@@ -10,6 +10,7 @@ import checkpoint
 import evaluate
 import ranking
 import show
+import settings
 import stage
 import train_ar
 import train_cft
@@ -25,7 +26,7 @@ def trained(rows, tmp_path_factory):
     out = tmp_path_factory.mktemp("chain")
     (out / "data").symlink_to(rows / "data")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(stage.MODELS, "mini", dict(width=16, layers=1, heads=1, ctx_len=320))
+        patch.setitem(settings.MODELS, "mini", dict(width=16, layers=1, heads=1, ctx_len=320))
         quick = {key: v for key, v in QUICK.items() if key != "block_len"}
         patch.setitem(train_ar.PRESETS, "mini", quick | dict(accepted_steps=1, rl_steps=2))
         for module, group in ((train_cft, {}), (train_opd, {"group": 2}), (train_rl, {"group": 2})):
@@ -110,7 +111,7 @@ def test_a_results_file_that_cannot_be_read_is_named(trained, tmp_path):
 
 
 def test_cft_resumes_bit_for_bit(trained, rows, tmp_path, monkeypatch):
-    monkeypatch.setitem(stage.MODELS, "mini", dict(width=16, layers=1, heads=1, ctx_len=320))
+    monkeypatch.setitem(settings.MODELS, "mini", dict(width=16, layers=1, heads=1, ctx_len=320))
     whole = torch.load(trained / "cft.state.pt", weights_only=True)
     monkeypatch.setitem(train_cft.PRESETS, "mini", QUICK)
     for name in ("data", "ar.pt"):
@@ -213,7 +214,7 @@ def test_dropped_groups_are_not_counted(begun, monkeypatch):
 def test_micro_batches_change_nothing(module, name, needs, trained, tmp_path, monkeypatch):
     """One numerator and one denominator, whatever the rows of a forward: same loss, same gradient norm."""
     monkeypatch.setattr(checkpoint, "NEEDED", ["a later stage"])
-    monkeypatch.setitem(stage.MODELS, "mini", dict(width=16, layers=1, heads=1, ctx_len=320))
+    monkeypatch.setitem(settings.MODELS, "mini", dict(width=16, layers=1, heads=1, ctx_len=320))
     quick = QUICK | {"steps": 1, "log_every": 1}
     if module is train_ar:
         quick = {k: v for k, v in quick.items() if k != "block_len"} | {"accepted_steps": 0, "rl_steps": 0}
@@ -233,7 +234,7 @@ def test_micro_batches_change_nothing(module, name, needs, trained, tmp_path, mo
 @pytest.mark.parametrize("module,name", [(train_ar, "ar_sft"), (train_cft, "cft"), (train_rl, "rl"), (train_opd, "opd")])
 def test_a_refusal_writes_nothing(module, name, trained, tmp_path, monkeypatch):
     """Finished weights stay finished: their state and log are as they were before the mistake."""
-    monkeypatch.setitem(stage.MODELS, "mini", dict(width=16, layers=1, heads=1, ctx_len=8))
+    monkeypatch.setitem(settings.MODELS, "mini", dict(width=16, layers=1, heads=1, ctx_len=8))
     for n in ("data", "ar_sft.pt", "ar.pt", "cft.pt", "opd.pt"):
         (tmp_path / n).symlink_to(trained / n)
     for end in (".state.pt", ".jsonl"):
@@ -316,7 +317,7 @@ def test_weights_of_another_start_are_pointed_out(trained, tmp_path, capsys):
     (tmp_path / "data").symlink_to(trained / "data")
     for name in ("ar.pt", "cft.pt"):
         shutil.copyfile(trained / name, tmp_path / name)
-    s = stage.Settings(preset="mini", out=str(tmp_path), device="cpu")
+    s = settings.Settings(preset="mini", out=str(tmp_path), device="cpu")
     _, tok, summary = stage.load_data(s)
     checkpoint.open_model(s, "cft", tok, summary)
     assert "note" not in capsys.readouterr().out
@@ -342,7 +343,7 @@ def test_weights_in_the_clone_are_used_where_a_run_has_none(trained, rows, tmp_p
     assert checkpoint.weights(out, "mini", "rl") is None                 # nothing is prepared yet: rows unknown
     (out / "data").symlink_to(rows / "data")
     assert checkpoint.weights(out, "mini", "rl") == tmp_path / "clone" / "mini" / "rl.pt"
-    checkpoint.need(stage.Settings(preset="mini", out=str(out), device="cpu"), "cft")
+    checkpoint.need(settings.Settings(preset="mini", out=str(out), device="cpu"), "cft")
     assert sorted(p.name for p in out.glob("*.pt")) == ["ar.pt", "ar_sft.pt", "cft.pt"]
     assert checkpoint.weights(out, "mini", "rl") is None and checkpoint.weights(out, "mini", "cft") == out / "cft.pt"
     begun = tmp_path / "begun"                                           # AR was stopped before its first validation:
@@ -353,7 +354,7 @@ def test_weights_in_the_clone_are_used_where_a_run_has_none(trained, rows, tmp_p
     sft = tmp_path / "sft"
     sft.mkdir()
     (sft / "data").symlink_to(rows / "data")
-    checkpoint.need(stage.Settings(preset="mini", out=str(sft), device="cpu"), "ar_sft")
+    checkpoint.need(settings.Settings(preset="mini", out=str(sft), device="cpu"), "ar_sft")
     assert sorted(p.name for p in sft.glob("*.pt")) == ["ar.pt", "ar_sft.pt"]    # the table will ask for ar
     other = tmp_path / "other"
     (other / "data").mkdir(parents=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import checkpoint
+import settings
 import stage
 import train_ar
 from model import ModelConfig, Transformer
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def small_model(monkeypatch):
-    monkeypatch.setitem(stage.MODELS, "mini", dict(width=16, layers=1, heads=1, ctx_len=320))
+    monkeypatch.setitem(settings.MODELS, "mini", dict(width=16, layers=1, heads=1, ctx_len=320))
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_a_stage_that_was_stopped_is_gone_on_with(train, ctrl_c_at, tmp_path, mo
         train_ar.main(["--preset", "mini", "--out", str(tmp_path), "--device", "cpu"])
     assert (tmp_path / "ar_sft.pt").exists() and not (tmp_path / "ar.pt").exists()
     ctrl_c_at(None)
-    s = stage.Settings(preset="mini", out=str(tmp_path), device="cpu")
+    s = settings.Settings(preset="mini", out=str(tmp_path), device="cpu")
     checkpoint.need(s, "ar")
     assert "ar_sft was stopped at step 6: going on with it" in capsys.readouterr().out
     assert torch.load(tmp_path / "ar_sft.state.pt", weights_only=True)["step"] == 20 and (tmp_path / "ar.pt").exists()
@@ -163,7 +164,7 @@ def test_foreign_checkpoints_are_refused(tmp_path, prepared):
 
 def test_what_is_kept(tmp_path, model, tok, prepared):
     """The best, or a later one as good within .1 / sqrt(users), here .01; never one that creeps down from the best."""
-    s = stage.Settings(preset="mini", out=str(tmp_path), device="cpu", dtype="float32", eval_users=100)
+    s = settings.Settings(preset="mini", out=str(tmp_path), device="cpu", dtype="float32", eval_users=100)
     run, kept = stage.Run("x", s, model, tok, prepared[2]), []
     for run.step, score in enumerate((.50, .495, .489, .52, .505, .511)):
         run.check(lambda _: {"score": score})
@@ -211,7 +212,7 @@ def test_values_that_cannot_be_used_are_named(flag, value):
 
 
 def test_nothing_to_resume(rows, tmp_path, monkeypatch):
-    monkeypatch.setitem(stage.MODELS, "mini", dict(width=16, layers=1, heads=1, ctx_len=320))
+    monkeypatch.setitem(settings.MODELS, "mini", dict(width=16, layers=1, heads=1, ctx_len=320))
     (tmp_path / "data").symlink_to(rows / "data")
     with pytest.raises(checkpoint.UserError, match="ar_sft.state.pt is missing; start without --resume: python"):
         train_ar.main(["--preset", "mini", "--out", str(tmp_path), "--device", "cpu", "--resume"])
@@ -221,7 +222,7 @@ def test_a_place_that_cannot_be_written_to_is_found_at_once(tmp_path, monkeypatc
     monkeypatch.setattr(stage.prepare, "build", lambda *_: pytest.fail("minutes of work before the message"))
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit) as stop:
-        stage.main(train_ar.main, ["--preset", "mini", "--out", str(tmp_path / "file"), "--device", "cpu"])
+        settings.main(train_ar.main, ["--preset", "mini", "--out", str(tmp_path / "file"), "--device", "cpu"])
     assert "file" in str(stop.value)
 
 
