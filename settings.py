@@ -73,6 +73,7 @@ RANGES = [
       "accepted_steps", "rl_steps"), lambda v: v >= 0, "not below 0"),
     (("clip",), lambda v: v > 0, "above 0"),
     (("full",), lambda v: 0 <= v <= 1, "between 0 and 1"),
+    (("rl_paper",), lambda v: v in (0, 1), "0 or 1"),
     (("seed",), lambda v: 0 <= v < 2**63, "between 0 and 2^63"),
     (("name",), lambda v: re.fullmatch(r"\w[\w-]*", v), "letters, digits, - and _"),
 ]

@@ -31,10 +31,11 @@ from settings import flag
 class ARSettings(settings.Settings):
     accepted_steps: int = flag(300, "the last so many steps are on the rejection-sampled traces")
     rl_steps: int = flag(0, "optimiser steps of RL that follow (0: none, ar.pt is ar_sft.pt)")
+    rl_paper: int = flag(1, "1: that RL is the paper's (advantage by the std, no anchor, temperature 1); 0: train_rl.py's preset")
 
 
 PRESETS = {
-    "mini": dict(steps=400, accepted_steps=20, rl_steps=10, eval_every=380, eval_users=256, warmup=50, lr=2e-3),
+    "mini": dict(steps=400, accepted_steps=20, rl_steps=10, rl_paper=0, eval_every=380, eval_users=256, warmup=50, lr=2e-3),
     "small": dict(steps=3200, accepted_steps=60, rl_steps=100, eval_every=400, eval_users=400),
     "beauty": dict(steps=8000, accepted_steps=800, rl_steps=300, batch=128, lr=6e-4, warmup=300, eval_every=800, eval_users=2000),
 }
@@ -78,10 +79,10 @@ def main(argv=None):
 
     # === 3. RL by the same code as for the diffusion model, at block length 1 ===========================
     if s.rl_steps:
+        paper = ["--advantage", "std", "--kl-weight", "0", "--temperature", "1"] if s.rl_paper else []
         again = ["--resume"] if s.resume and (Path(s.out) / "ar.state.pt").exists() else []
         train_rl.main(["--preset", s.preset, "--out", s.out, "--seed", str(s.seed), "--device", s.device, "--block-len",
-                       "1", "--start", "ar_sft", "--name", "ar", "--steps", str(s.rl_steps), "--dtype", s.dtype, "--advantage",
-                       "std", "--kl-weight", "0", "--temperature", "1", *again])             # the paper's
+                       "1", "--start", "ar_sft", "--name", "ar", "--steps", str(s.rl_steps), "--dtype", s.dtype, *paper, *again])
     else:
         shutil.copyfile(run.product, Path(s.out) / "ar.pt")
 

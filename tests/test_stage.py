@@ -14,6 +14,7 @@ import checkpoint
 import settings
 import stage
 import train_ar
+import train_rl
 from model import ModelConfig, Transformer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +36,21 @@ def train(rows, tmp_path, small_model):
                        "--save-every", "10", "--device", "cpu", *flags])
         return tmp_path
     return run
+
+
+@pytest.mark.parametrize("paper", [0, 1])
+def test_rl_of_the_teacher_is_the_papers_or_the_presets(train, monkeypatch, paper):
+    given = []
+
+    def stop(argv):
+        given.extend(argv)
+        raise InterruptedError
+    monkeypatch.setattr(train_rl, "main", stop)
+    with pytest.raises(InterruptedError):
+        train("--rl-steps", "2", "--rl-paper", str(paper), steps=6)
+    s = settings.parse(train_rl.RLSettings, {"mini": dict(advantage="mean", kl_weight=0.5, temperature=0.7)}, "", given)
+    assert (s.advantage, s.kl_weight, s.temperature) == (("std", 0.0, 1.0) if paper else ("mean", 0.5, 0.7))
+    assert (s.steps, s.block_len, s.start, s.name) == (2, 1, "ar_sft", "ar")
 
 
 def test_resume_is_bit_exact(train, tmp_path, monkeypatch):
@@ -204,7 +220,7 @@ def test_mistakes_are_one_line(args, says, rows, tmp_path):
 @pytest.mark.parametrize("flag,value", [("micro", "-1"), ("dtype", "float16"), ("seed", "-1"), ("lr", "-1"), ("decay", "-1"),
                                         ("device", "banana"), ("device", "cuda:99"), ("device", "meta"), ("clip", "0.0"),
                                         ("eval-users", "0"), ("answer", "-1.0"), ("reasoning", "nan"), ("rl-steps", "-3"),
-                                        ("accepted-steps", "-1"), ("seed", str(2**63))])
+                                        ("accepted-steps", "-1"), ("rl-paper", "2"), ("seed", str(2**63))])
 def test_values_that_cannot_be_used_are_named(flag, value):
     """Before anything is prepared or written."""
     with pytest.raises(checkpoint.UserError, match=f"--{flag} {value}"):
