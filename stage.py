@@ -93,7 +93,7 @@ def check_fits(cfg, rows, block_len, k):
     longest = int(prompt.max()) - 1 + -(-max(int(output.max()), longest_output(k)) // block_len) * block_len
     if longest > cfg.ctx_len:
         raise UserError(f"prompt and output take {longest} tokens, ctx_len is {cfg.ctx_len}: a smaller --block-len, fewer "
-                        "--title-tokens or --candidates in data.prepare, or a larger ctx_len in stage.MODELS")
+                        "--title-tokens or --candidates in data.prepare, or a larger ctx_len in settings.MODELS")
 
 
 def roll_out(model, rows, chosen, tok, s, k, *key):
@@ -152,7 +152,9 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.opt.load_state_dict(state["opt"])
         self.step, self.best, self.seconds = state["step"], state["best"], state["seconds"]
-        self.made_from = state.get("made_from", "")
+        if state.get("made_from", self.made_from) != self.made_from:
+            raise UserError(f"{self.state_file} was begun from another {self.s.start}.pt than is there now; start {self.name} "
+                            "again by its own command, without --resume")
         print(f"resumed {self.name} at step {self.step} of {self.s.steps}")
 
     def lr(self, step):

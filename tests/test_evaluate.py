@@ -163,6 +163,13 @@ def test_distillation_and_rl_resume_bit_for_bit(module, trained, tmp_path, monke
             with pytest.raises(RuntimeError, match="killed"):
                 module.main(args)
             monkeypatch.setattr(stage, "batch_rows", real)
+            other = torch.load(begun_from := out / ("cft.pt" if name == "opd" else "opd.pt"), weights_only=True)
+            begun_from.unlink()
+            torch.save(other | {"step": 99}, begun_from)
+            with pytest.raises(checkpoint.UserError, match="begun from another"):
+                module.main(args + ["--resume"])
+            begun_from.unlink()
+            begun_from.symlink_to(trained / begun_from.name)
         module.main(args + ["--resume"] * kill)
         states.append(torch.load(out / f"{name}.state.pt", weights_only=True))
     whole, again = states

@@ -99,18 +99,19 @@ def test_ctrl_c_saves_and_says_how_to_go_on(train, tmp_path, monkeypatch):
     assert torch.load(tmp_path / "ar_sft.state.pt", weights_only=True)["step"] == 20
 
 
-def test_a_stage_that_was_stopped_is_gone_on_with(train, ctrl_c_at, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("at", [5, 19])                              # 19: SFT is done, what follows it was not begun
+def test_a_stage_that_was_stopped_is_gone_on_with(train, ctrl_c_at, tmp_path, monkeypatch, capsys, at):
     """Its weights may be there already, from a validation: what counts is that it did not come to its end."""
-    monkeypatch.setitem(train_ar.PRESETS, "mini", dict(steps=20, accepted_steps=5, batch=8, eval_every=2, eval_users=4,
+    monkeypatch.setitem(train_ar.PRESETS, "mini", dict(steps=20, accepted_steps=0, batch=8, eval_every=2, eval_users=4,
                                                        log_every=5, save_every=10, dtype="float32"))
-    ctrl_c_at(5)
+    ctrl_c_at(at)
     with pytest.raises(SystemExit):
         train_ar.main(["--preset", "mini", "--out", str(tmp_path), "--device", "cpu"])
     assert (tmp_path / "ar_sft.pt").exists() and not (tmp_path / "ar.pt").exists()
     ctrl_c_at(None)
     s = settings.Settings(preset="mini", out=str(tmp_path), device="cpu")
     checkpoint.need(s, "ar")
-    assert "ar_sft was stopped at step 6: going on with it" in capsys.readouterr().out
+    assert f"ar_sft was stopped at step {at + 1}: going on with it" in capsys.readouterr().out
     assert torch.load(tmp_path / "ar_sft.state.pt", weights_only=True)["step"] == 20 and (tmp_path / "ar.pt").exists()
     checkpoint.need(s, "ar")
     assert "going on" not in capsys.readouterr().out                # finished: nothing is run
