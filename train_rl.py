@@ -60,7 +60,7 @@ PRESETS = {
     "mini": dict(steps=10, batch=4, lr=1e-4, warmup=2, eval_every=10, eval_users=256, log_every=5, advantage="mean",
                  kl_weight=0.3, temperature=0.6),
     "small": dict(steps=60, batch=16, lr=3e-5, warmup=10, eval_every=60, eval_users=2544, log_every=10, advantage="mean",
-                  kl_weight=0.3, temperature=0.6, tau=0.6),         # more tokens a pass: twice as many are invalid as at .9
+                  kl_weight=0.3, temperature=0.6, tau=0.6),         # at .6, twice as many rollouts are invalid as at .9
     "beauty": dict(steps=600, batch=32, lr=5e-6, warmup=10, eval_every=50, eval_users=2000, log_every=10),
 }
 
