@@ -45,7 +45,7 @@ class EvalSettings(settings.Common):
     only: str = flag("", "ladder, frontier, or sweeps with the frontier (default: all)")
     student: str = flag("", "weights of the frontier and the sweeps (default: the last stage that is there)")
     block_len: int = flag(None, "block length of the diffusion models (default: as they were trained)")
-    users: int = flag(0, "test users of the frontier's accuracy (0: all; the ladder always takes all)")
+    users: int = flag(0, "test users of the frontier's accuracy and of the validity in the sweep of candidates (0: all)")
     time_users: int = flag(24, "test users decoded one by one for the timing, each in every mode")
     dtype: str = flag("auto", "of the ladder: float32, bfloat16 (autocast), or auto, the faster of the two")
     repeats: int = flag(3, "how often the timing is repeated, modes in turn")
@@ -209,7 +209,7 @@ def sweeps(s, folder, tok, summary, ar, student):
         out["output_len"].append({"tokens": base["nfe"]} | row)
     tokens_per_nfe = row["tokens_per_nfe"]                          # of the longest outputs
     for n in sorted({min(n, k) for n in SIZES["candidates"]}):
-        shorter = [fewer(p, tok, n) for p in prompts[:200]]
+        shorter = [fewer(p, tok, n) for p in prompts[:s.users or None]]
         _, row = race(both, [[p] for p in shorter[:s.time_users]], tok, longest_output(k), s.repeats)
         done = sample.decode(student, shorter, tok, s.block_len, 0.9, longest_output(k))
         failed = [ranking.parse(r.tokens, tok, m).failure for r, m in zip(done, ranking.shown_counts(shorter, tok))]
