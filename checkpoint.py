@@ -122,7 +122,8 @@ def need(s, name):
     for n in ("ar_sft", "ar") if name == "ar" else (name,):
         if (file := Path(s.out) / f"{n}.state.pt").exists():
             state = load(file, "delete it")
-            between = n == "ar_sft" and not path and not (Path(s.out) / "ar.state.pt").exists()     # SFT done, RL not begun
+            between = (name, n) == ("ar", "ar_sft") and not path and (Path(s.out) / "ar_sft.pt").exists() \
+                and not (Path(s.out) / "ar.state.pt").exists()      # SFT is done, its RL not begun
             if state["step"] < state["settings"]["steps"] or between:
                 if not module:
                     raise UserError(f"{n} was stopped at step {state['step']}: finish it by its own command and --resume")

@@ -70,7 +70,7 @@ RANGES = [
     (("steps", "batch", "group", "minibatches", "eval_users", "log_every", "save_every", "eval_every", "time_users", "repeats"),
      lambda v: v >= 1, "at least 1"),
     (("micro", "decay", "threads", "warmup", "lr", "reasoning", "answer", "tail", "users", "epsilon", "kl_weight",
-      "accepted_steps", "rl_steps"), lambda v: v >= 0, "not below 0"),
+      "accepted_steps", "rl_steps"), lambda v: 0 <= v < float("inf"), "not below 0, and finite"),
     (("clip",), lambda v: v > 0, "above 0"),
     (("full",), lambda v: 0 <= v <= 1, "between 0 and 1"),
     (("rl_paper",), lambda v: v in (0, 1), "0 or 1"),

@@ -141,6 +141,9 @@ class Run:
     def restore(self):
         start = shlex.join(a for a in sys.argv[1:] if a != "--resume")
         state = checkpoint.load(self.state_file, f"start without --resume: python {Path(sys.argv[0]).name} {start}")
+        if state.get("made_from", self.made_from) != self.made_from:
+            raise UserError(f"{self.state_file} was begun from another {self.s.start}.pt than is there now; start {self.name} "
+                            "again by its own command, without --resume")
         mine = {k: v for k, v in asdict(self.s).items() if k not in FREE}
         other = [k for k, v in mine.items() if state["settings"].get(k, v) != v and not (k == "dtype" and v == "auto")]
         if other:
@@ -152,9 +155,6 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.opt.load_state_dict(state["opt"])
         self.step, self.best, self.seconds = state["step"], state["best"], state["seconds"]
-        if state.get("made_from", self.made_from) != self.made_from:
-            raise UserError(f"{self.state_file} was begun from another {self.s.start}.pt than is there now; start {self.name} "
-                            "again by its own command, without --resume")
         print(f"resumed {self.name} at step {self.step} of {self.s.steps}")
 
     def lr(self, step):
