@@ -105,6 +105,11 @@ def roll_out(model, rows, chosen, tok, s, k, *key):
     return prompts, [flat[i:i + s.group] for i in range(0, len(flat), s.group)]
 
 
+def denominator(parts):
+    """[(forward, weight)] micro-batches -> the one sum of weights that divides all their losses; never 0."""
+    return max(sum(w for _, w in parts), 1e-9)
+
+
 # === The loop =========================================================================================================
 
 class Run:
@@ -202,7 +207,7 @@ class Run:
                 for group in self.opt.param_groups:
                     group["lr"] = self.lr(self.step)
                 parts, tokens = batch_loss(self.step)
-                total = max(sum(w for _, w in parts), 1e-9)         # one denominator over all micro-batches
+                total = denominator(parts)
                 loss = 0.0
                 for forward, _ in parts:
                     with contextlib.nullcontext() if self.exact else self.autocast():

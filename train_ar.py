@@ -3,8 +3,8 @@
 Paper, "The teacher (AR GR2)": SFT on traces, first broad ones, then rejection-sampled ones, with the loss on the output
 only and separate weights for reasoning and answer -> ar_sft.pt. Then RL on the ranking reward, which is train_rl.py at
 block length 1 -> ar.pt. What the paper starts from (Qwen3-8B) is replaced by a model trained from nothing, so the broad
-set carries most of the learning: reading evidence, comparing, writing. RL is told the seed, the device and the --rl flags; the
-rest is train_rl.py's preset, and its own command (see there) has all flags.
+set carries most of the learning: reading evidence, comparing, writing. RL is told the seed, device, dtype
+and the --rl flags; the rest is train_rl.py's preset, and its own command (see there) has all flags.
 
     python train_ar.py --preset mini         # minutes on a laptop; prepares the data by itself
     python train_ar.py --preset small        # under an hour on two cores

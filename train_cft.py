@@ -115,7 +115,7 @@ def main(argv=None):
     def validate(model):
         parts = micro_batches(fixed, stage.generator(12345))
         with torch.no_grad(), run.autocast():
-            loss = sum(float(f()) for f, _ in parts) / max(sum(w for _, w in parts), 1e-9)
+            loss = sum(float(f()) for f, _ in parts) / stage.denominator(parts)
         return {"loss": loss} | evaluate.validate_by_decoding(model, tok, prompts, targets, k, s.block_len, s.tau,
                                                            run.autocast())
 

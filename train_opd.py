@@ -131,7 +131,7 @@ def main(argv=None):
     def validate(model):
         with torch.no_grad(), run.autocast():
             parts = micro_batches(roll_out(held, fixed, 12345))
-            kl = sum(float(f()) for f, _ in parts) / max(sum(w for _, w in parts), 1e-9)
+            kl = sum(float(f()) for f, _ in parts) / stage.denominator(parts)
         decoded = evaluate.validate_by_decoding(model, tok, prompts, targets, k, s.block_len, s.tau, run.autocast())
         return {"kl": kl} | decoded | {"score": -kl}                # what this stage is for decides what is kept
 
