@@ -1,17 +1,17 @@
 """The sampler: prompts in, outputs out, one block at a time. Block length 1 *is* the AR decoder.
 
-Paper: "The conversion" (commit rule, NFE, cache). Prefill once; then each step runs the active block, partly masked,
-against the cache, and commits every target that is sure enough (tau) plus the surest one. Costs that a careless sampler
-pays at every step and this one does not: nothing is concatenated (the cache is allocated once, a canvas overwrites its
-own slots), a mask is made only where some key must not be seen, and a finished block costs no pass of its own: the
-forward that makes its keys and values from clean tokens is fused with the next block's first step, and falls away
-where the canvas was already clean, as it always is at block length 1.
+Paper: "The conversion" (commit rule, NFE, cache). The prompt is read once (prefill). Then each step runs the active
+block, partly masked, against the cache, and commits every target that is sure enough (tau) plus the surest one.
 
-    python sample.py --preset small --user 13595         # a real user: history, reasoning, ranking before and after
-    python sample.py --preset small --user 13595 --watch
+A careless sampler pays costs at every step that this one does not pay. Nothing is concatenated: the cache is allocated
+once, and a canvas overwrites its own slots. A mask is made only where some key must not be seen. The keys and values of
+a finished block must be made from clean tokens; that forward is fused with the first step of the next block, and it
+falls away where the canvas was already clean (at block length 1 it always is).
 
-Left out: caching inside an active block (Fast-dLLM's approximation; here K/V come from clean blocks only), a
-constrained decoder (a valid permutation must be learned), batching over prompts that arrive at different times.
+    python sample.py --watch         # a real user, re-ranked by AR and by diffusion, before your eyes
+
+Left out: caching inside an active block (Fast-dLLM approximates there; here keys and values come from clean blocks
+only), a constrained decoder (the model must learn to write a valid permutation), prompts that arrive at other times.
 """
 import time
 from dataclasses import dataclass, field
@@ -19,18 +19,24 @@ from dataclasses import dataclass, field
 import torch
 
 import diffusion
-import machine
-from checkpoint import UserError
 from model import KVCache
+from plumbing import machine
+from plumbing.settings import UserError
 
 
 @dataclass
 class Rollout:
-    """One decoded output. tokens end with the first <eos>, or with the last block if none came.
+    """One decoded output, with its trajectory: which token was committed when, and how likely it was.
 
-    The trajectory: step[i] and logprob[i] say at which step of its block token i of `canvas` (tokens and tail, whole
-    blocks) was committed, and with which log-probability; nfe counts this row's steps, each one forward, without the
-    prefill (and, in a larger batch, without the extra read of a finished block: Decoder.forward).
+    Example with B = 4, where the output is "w e r e <eos>" and x stands for <eos>:
+
+        tokens    w e r e   x              up to the first <eos>; all of the canvas if none came
+        canvas    w e r e | x x x x        whole blocks
+        step      0 1 0 2 | 0 0 1 0        the step of its block at which each token was committed
+        nfe       3 + 2 = 5                forwards: the steps of all blocks, without the prefill
+
+    logprob has the log-probability (nats) of each token of the canvas when it was committed. step and logprob stay
+    empty where nothing is recorded. nfe leaves out the extra reads of finished blocks in a batch (Decoder.forward).
     """
     tokens: list
     canvas: list = field(default_factory=list)
@@ -39,17 +45,21 @@ class Rollout:
     nfe: int = 0
 
 
-def choose(logits, open_, tau, temperature=0.0, generators=None):
-    """One step's decisions. logits (n, B, vocab), open_ (n, B) -> what to commit now (n, B), token and log-prob (n, B).
+# === 1. One step's decisions ==========================================================================================
 
-    Confidence is the top probability, at the temperature of the draw, and not the probability of the token drawn:
-    *when* a position is committed then follows from the canvas alone. Otherwise a position would wait until it has
-    drawn a likely token, and outputs would not be samples from the distribution that their log-probabilities say. So
-    the commit rule comes first, and only what is committed is drawn. Greedy at temperature 0 (nothing is divided).
+def choose(logits, open_, tau, temperature=0.0, generators=None):
+    """Decide what to commit now. logits (n, B, vocab), open_ (n, B) -> now, token and log-probability, (n, B) each.
+
+    The commit rule comes first, and only what is committed is drawn. The confidence of a position is its top
+    probability (at the temperature of the draw), not the probability of the token that is drawn. *When* a position is
+    committed then follows from the canvas alone. Otherwise a position would wait until it has drawn a likely token, and
+    outputs would not be samples from the distribution that their log-probabilities describe.
+
+    Temperature 0 is greedy, and divides nothing. Otherwise generators has one torch.Generator per row.
     """
-    logp = (logits / temperature if temperature else logits).log_softmax(-1)
-    best, token = logp.max(-1)                                                          # (n, B)
-    now = diffusion.commit(best.exp(), open_, tau)
+    logp = (logits / temperature if temperature else logits).log_softmax(-1)              # (n, B, vocab)
+    best, token = logp.max(-1)                                                            # (n, B)
+    now = diffusion.commit(best.exp(), open_, tau)                                        # (n, B)
     if temperature:
         noise = torch.stack([torch.rand(logits.shape[1], generator=g, dtype=torch.float64) for g in generators])
         token[now] = draw(logp[now], noise.to(logp.device)[now])
@@ -58,163 +68,120 @@ def choose(logits, open_, tau, temperature=0.0, generators=None):
 
 
 def draw(logp, uniform):
-    """Tokens (m,) from log-probabilities (m, vocab) and uniform numbers (m,) in [0, 1): the first token at which the
-    cumulated probability reaches 1 - u. In float64: a float32 uniform is a multiple of 2^-24, and cuts the tail off."""
-    reached = logp.double().exp().cumsum(-1)
-    return torch.searchsorted(reached, ((1 - uniform) * reached[:, -1])[:, None])[:, 0]   # never one of probability 0
+    """Tokens (m,) from log-probabilities (m, vocab) and uniform numbers u (m,) in [0, 1): the first token at which the
+    cumulated probability reaches 1 - u, so a token of probability 0 is never drawn. In float64, because a float32
+    uniform number is a multiple of 2^-24 and would cut the tail off."""
+    reached = logp.double().exp().cumsum(-1)                                              # (m, vocab)
+    return torch.searchsorted(reached, ((1 - uniform) * reached[:, -1])[:, None])[:, 0]
 
+
+# === 2. A batch while it is decoded ===================================================================================
 
 class Decoder:
-    """State of a batch while it is decoded. One instance decodes one batch: `Decoder(...).run()`. With copies = G each
-    prompt is prefilled once and decoded G times (rows G * i ... G * i + G - 1), as a group of rollouts is.
+    """Decodes one batch: `Decoder(...).run()`. The rows advance independently, each with its own active block.
 
-    Rows advance independently: each has its own block number, and with it its own place in the cache. Slots: prompts
-    are left-padded to P' (the last prompt token is the first input, so it is not among them), output input u_i lives
-    in slot P' + i.
+    Every row has the same slots in the cache. Prompts are left-padded to P' tokens. The last prompt token is not among
+    them, because it is the first input of block 0 (diffusion.py, "The shift"). Input i of the output lives in slot
+    P' + i. Here is a batch of three rows with P' = 5 and B = 4:
+
+        slot     0 1 2 3 4   5 6 7 8   9 ...     13 ...
+                  prompt    | block 0 | block 1 | block 2 |      h  a prompt token       .  a pad, which nobody sees
+        row 0    . . h h h  | c c c c | u u u u | a a a a |      c  a clean input        -  not written yet
+        row 1    h h h h h  | c c c c | a a a a | - - - - |      u  an input that was last read with <mask> among them
+        row 2    . h h h h  | c c c c | c c c c | a a a a |      a  an input of the active block
+
+    Row 0 is *pending*: it has just finished block 1, and the keys and values of that block were made while some of its
+    inputs were still <mask>. They must be made again from the clean inputs, before block 2 may look at them:
+
+        fused read of row 0    [ last block, clean | active block ]    2B tokens in one forward    (see `forward`)
+
+    A stopped row waits in the batch, on an open canvas that nobody looks at, until half of the rows have stopped. The
+    state of the n rows that are left (the targets are y in diffusion.py):
+
+        block (n,)        number of the active block
+        first (n,)        the real token that opens it
+        tokens (n, B)     its targets, of which those that are `open` (n, B) are still hidden
+        step, logp (n, B) at which step each target was committed, and its log-probability
+        nth (n,)          number of steps done in this block
+        last (n, B)       clean inputs of the block before it, needed while `pending` (n,)
+        alive (n,)        False once the row has stopped
     """
+    PER_ROW = ("prompt_len", "readable", "block", "first", "tokens", "open", "step", "logp", "nth", "last", "pending",
+               "alive")                                             # what shrinks with the batch
 
     @torch.inference_mode()
     def __init__(self, model, prompts, tok, block_len, tau, max_len, temperature=0.0, seeds=None, record=True,
                  copies=1):
+        """prompts: lists of two tokens or more. max_len: most tokens of an output, rounded up to whole blocks. seeds:
+        one per output, needed where temperature > 0. record: keep step and logprob.
+
+        With copies = G each prompt is read once and decoded G times, as a group of rollouts is: prompt i has the rows
+        G * i ... G * i + G - 1. Raises UserError for settings or prompts that cannot work.
+        """
         check_settings(block_len, tau, temperature)
-        self.model, self.tok, self.b, self.tau, self.temperature = model, tok, block_len, tau, temperature
-        self.dev, n = model.embed.weight.device, len(prompts)
+        self.model, self.tok, self.device = model, tok, model.embed.weight.device
+        self.block_len, self.tau, self.temperature, self.record = block_len, tau, temperature, record
         self.blocks = -(-max_len // block_len)                      # most blocks of an output
-        length = self.blocks * block_len
-        if min(map(len, prompts)) < 2:
-            raise UserError("a prompt needs at least two tokens: one to look at and one to continue")
-        prompt, there = diffusion.pad_prompts(prompts, tok.pad)
-        if int(there.sum(1).max()) - 1 + length > model.cfg.ctx_len:
-            raise UserError(f"a prompt of {int(there.sum(1).max())} tokens and {length} of output do not fit ctx_len "
-                            f"{model.cfg.ctx_len}; fewer history items or a model with a longer context will")
-        self.p, self.there, self.padded = prompt.shape[1] - 1, there[:, :-1].to(self.dev), not bool(there.all())
-        self.real = self.there.sum(1)                               # (n,) prompt tokens in the cache
-        self.slot_block = torch.cat((torch.arange(self.p) - self.p, torch.arange(length) // block_len)).to(self.dev)
-        self.cache = KVCache(model.cfg, n, self.p + length, self.dev, next(model.blocks.parameters()).dtype)
-        self.prefill(prompt[:, :-1].to(self.dev))
-        group = torch.arange(n, device=self.dev).repeat_interleave(copies)
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds] if temperature else None
+        prompt, not_pad = self.pad(prompts)                                               # (n, P) each
+        self.lay_out_slots(not_pad)
+        self.prefill(prompt[:, :-1].to(self.device))
+        group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)  # 0 0 1 1 ... for 2
         if copies > 1:
             self.cache.keep(group)
-        self.there, self.real, n = self.there[group], self.real[group], n * copies
-        self.first = prompt[:, -1].to(self.dev)[group]              # the real token that opens the active block
-        # Slots that may be looked at: all but those that hold pads.
-        self.key_there = torch.cat((self.there, torch.ones(n, length, dtype=torch.bool, device=self.dev)), 1)
-        self.offset = torch.arange(block_len, device=self.dev)
-        self.generators = [torch.Generator().manual_seed(s) for s in seeds] if temperature else None
-        self.rows = list(range(n))                                  # which output each row of the batch belongs to
-        self.out = [Rollout([]) for _ in range(n)]
-        self.record = record
-        self.block = torch.zeros(n, dtype=torch.long, device=self.dev)
-        self.tokens = torch.full((n, block_len), tok.mask, device=self.dev)             # targets y of the active block
-        self.open = torch.ones(n, block_len, dtype=torch.bool, device=self.dev)
-        self.step = torch.zeros(n, block_len, dtype=torch.long, device=self.dev)        # when committed
-        self.logp = torch.zeros(n, block_len, device=self.dev)
-        self.nth = torch.zeros(n, dtype=torch.long, device=self.dev)                    # steps done in the active block
-        self.before = torch.zeros(n, block_len, dtype=torch.long, device=self.dev)      # clean inputs of the last block
-        self.pending = torch.zeros(n, dtype=torch.bool, device=self.dev)                # its K/V are still to be made
-        self.alive = torch.ones(n, dtype=torch.bool, device=self.dev)
+        self.prompt_len, self.readable = self.prompt_len[group], self.readable[group]
+        self.open_first_block(prompt[:, -1].to(self.device)[group])
+
+    def pad(self, prompts):
+        """Left-pad the prompts -> (tokens, not_pad), (n, P) each. Refuses prompts that are too short or too long."""
+        if min(map(len, prompts)) < 2:
+            raise UserError("a prompt needs at least two tokens: one to look at and one to continue")
+        prompt, not_pad = diffusion.pad_prompts(prompts, self.tok.pad)
+        longest, output = int(not_pad.sum(1).max()), self.blocks * self.block_len
+        if longest - 1 + output > self.model.cfg.ctx_len:
+            raise UserError(f"a prompt of {longest} tokens and {output} of output do not fit ctx_len "
+                            f"{self.model.cfg.ctx_len}; fewer history items or a model with a longer context will")
+        return prompt, not_pad
+
+    def lay_out_slots(self, not_pad):
+        """Allocate the cache, and say of each slot which block it belongs to and whether it may be read at all."""
+        n, output = len(not_pad), self.blocks * self.block_len
+        self.prompt_slots = not_pad.shape[1] - 1                                          # P'
+        not_pad, self.padded = not_pad[:, :-1].to(self.device), not bool(not_pad.all())
+        self.prompt_len = not_pad.sum(1)                                                  # (n,) without pads
+        numbers = torch.arange(self.prompt_slots) - self.prompt_slots, torch.arange(output) // self.block_len
+        self.slot_block = torch.cat(numbers).to(self.device)                              # (slots,) below 0: the prompt
+        self.readable = torch.cat((not_pad, not_pad.new_ones(n, output)), 1)              # (n, slots)
+        dtype = next(self.model.blocks.parameters()).dtype
+        self.cache = KVCache(self.model.cfg, n, self.prompt_slots + output, self.device, dtype)
 
     def prefill(self, prompt):
-        """The prompt through the model once. Pads look at themselves only (softmax over nothing would be NaN)."""
-        place = (torch.arange(self.p, device=self.dev) - self.p + self.real[:, None]).clamp(min=0)
-        causal = diffusion.may_look(self.slot_block[:self.p], self.slot_block[:self.p])
+        """Read the prompts (n, P') once, causally. A pad looks at itself alone: softmax over nothing is NaN."""
+        p = self.prompt_slots
+        place = (torch.arange(p, device=self.device) - p + self.prompt_len[:, None]).clamp(min=0)     # (n, P')
+        mask = diffusion.may_look(self.slot_block[:p], self.slot_block[:p])                           # (P', P')
         if self.padded:
-            eye = torch.eye(self.p, dtype=torch.bool, device=self.dev)
-            causal = (causal & self.there[:, None, :] | eye)[:, None]
-        self.model(prompt, place, causal, self.cache.at(0, self.p))
+            itself = torch.eye(p, dtype=torch.bool, device=self.device)
+            mask = (mask & self.readable[:, None, :p] | itself)[:, None]                              # (n, 1, P', P')
+        self.model(prompt, place, mask, self.cache.at(0, p))
 
-    def canvas(self):
-        """Inputs of the active block (n, B): its first token is real, then each committed target, else <mask>."""
-        return diffusion.canvas(torch.cat((self.first[:, None], self.tokens[:, :-1]), 1), self.open, self.tok.mask, self.b)
-
-    def forward(self):
-        """One step's forward -> logits of the active block (n, B, vocab).
-
-        Before it, the last block must have keys and values from its clean tokens. Where every row still lacks them, as
-        at batch 1 after each block, the input is [last block | active block], and they cost no pass of their own. Rows
-        of a larger batch finish at different steps: the few that just did have a small forward for themselves, which
-        costs less than giving all rows twice the tokens.
-        """
-        inputs, q_block = self.canvas(), self.block[:, None].expand(-1, self.b)
-        if bool(self.pending.all()):
-            inputs, q_block = torch.cat((self.before, inputs), 1), torch.cat((q_block - 1, q_block), 1)     # (n, 2B)
-        elif bool(self.pending.any()):
-            rows = self.pending.nonzero().flatten()
-            self.read(self.before[rows], q_block[rows] - 1, rows)
-        return diffusion.output_logits(self.model, self.read(inputs, q_block)[:, -self.b:], self.tok)
-
-    def read(self, inputs, q_block, rows=None):
-        """Inputs (m, q) and their block numbers (m, q), of all rows or of `rows` (m,), through the model against the
-        cache -> hidden states (m, q, width). They are written to their own slots of the cache."""
-        some = slice(None) if rows is None else rows
-        at = q_block * self.b + self.offset.repeat(inputs.shape[1] // self.b)           # (m, q) index in the output
-        together = rows is None and bool((q_block == q_block[:1]).all())                # all rows at the same block
-        used = self.p + (int(q_block.max()) + 1) * self.b
-        mask = None
-        if not together or inputs.shape[1] > self.b:
-            mask = diffusion.may_look(q_block, self.slot_block[:used])                  # one occupant a slot: the rule
-            mask = (mask & self.key_there[some, None, :used])[:, None]                  # (m, 1, q, used)
-        elif self.padded:
-            mask = self.key_there[:, None, None, :used]
-        slots = used - inputs.shape[1] if together else self.p + at
-        return self.model(inputs, self.real[some, None] + at, mask, self.cache.at(slots, used, rows))
-
-    def advance(self):
-        """One step: forward, commit, and on to the next block where one is finished."""
-        was_clean = ~self.open[:, :-1].any(1)                       # the canvas of this forward held no <mask>
-        logits = self.forward()
-        self.pending.zero_()
-        now, token, logp = choose(logits, self.open, self.tau, self.temperature, self.generators)   # (n, B) each
-        self.tokens = torch.where(now, token, self.tokens)
-        self.logp = torch.where(now, logp, self.logp)
-        self.step = torch.where(now, self.nth[:, None], self.step)
-        self.open, self.nth = self.open & ~now, self.nth + 1
-        done = ~self.open.any(1)                                                        # (n,) blocks complete
-        if bool(done.any()):
-            self.finish(done, was_clean)
-
-    def finish(self, done, was_clean):
-        """Hand over the finished blocks; rows with an <eos>, or at the last block, stop."""
-        for r in done.nonzero().flatten().tolist():
-            if not self.alive[r]:
-                continue
-            out = self.out[self.rows[r]]
-            block = self.tokens[r].tolist()
-            out.canvas += block
-            out.nfe += int(self.nth[r])
-            if self.record:
-                out.step += self.step[r].tolist()
-                out.logprob += self.logp[r].tolist()
-            if self.tok.eos in block or int(self.block[r]) + 1 == self.blocks:
-                end = out.canvas.index(self.tok.eos) + 1 if self.tok.eos in out.canvas else len(out.canvas)
-                out.tokens = out.canvas[:end]
-                self.alive[r] = False
-        move = done & self.alive
-        clean = torch.cat((self.first[:, None], self.tokens[:, :-1]), 1)
-        self.before = torch.where(move[:, None], clean, self.before)
-        self.pending = move & ~was_clean
-        self.first = torch.where(move, self.tokens[:, -1], self.first)
-        self.block = self.block + move
-        fresh = move | ~self.alive                                  # a stopped row idles on an open canvas until removed
-        self.open = self.open | fresh[:, None]
-        self.nth = torch.where(fresh, 0, self.nth)
-
-    def drop(self):
-        """Remove stopped rows once they are half of the batch (copying the cache at every end would cost more)."""
-        keep = self.alive.nonzero().flatten()
-        if not len(keep):
-            return
-        self.cache.keep(keep)
-        self.rows = [self.rows[r] for r in keep.tolist()]
-        if self.generators:
-            self.generators = [self.generators[r] for r in keep.tolist()]
-        for name in ("there", "real", "key_there", "block", "tokens", "open", "step", "logp", "nth", "first", "before",
-                     "pending", "alive"):
-            setattr(self, name, getattr(self, name)[keep])
+    def open_first_block(self, first):
+        """Every row stands at block 0, all of it hidden. first (n,): the last prompt token, which opens the block."""
+        self.first, n, b, device = first, len(first), self.block_len, self.device
+        self.block, self.nth = (torch.zeros(n, dtype=torch.long, device=device) for _ in range(2))
+        self.tokens = torch.full((n, b), self.tok.mask, device=device)
+        self.open = torch.ones(n, b, dtype=torch.bool, device=device)
+        self.step, self.last = (torch.zeros(n, b, dtype=torch.long, device=device) for _ in range(2))
+        self.logp = torch.zeros(n, b, device=device)
+        self.pending = torch.zeros(n, dtype=torch.bool, device=device)
+        self.alive = torch.ones(n, dtype=torch.bool, device=device)
+        self.offset = torch.arange(b, device=device)                # place of a token within its block
+        self.rows = list(range(n))                                  # which output each row of the batch belongs to
+        self.out = [Rollout([]) for _ in range(n)]
 
     @torch.inference_mode()
     def run(self, watch=None):
-        """Decode to the end -> list of Rollouts, in the order of the prompts. watch(decoder) is called after each step."""
+        """Decode to the end -> Rollouts in the order of the prompts. watch(decoder) is called after each step."""
         while bool(self.alive.any()):
             self.advance()
             if watch:
@@ -223,19 +190,136 @@ class Decoder:
                 self.drop()
         return self.out
 
+    def advance(self):
+        """One step: one forward, then commit, then on to the next block in the rows that have finished theirs."""
+        was_clean = ~self.open[:, :-1].any(1)                       # (n,) the canvas of this forward holds no <mask>
+        logits = self.forward()                                                           # (n, B, vocab)
+        self.pending.zero_()
+        now, token, logp = choose(logits, self.open, self.tau, self.temperature, self.generators)     # (n, B) each
+        self.tokens = torch.where(now, token, self.tokens)
+        self.logp = torch.where(now, logp, self.logp)
+        self.step = torch.where(now, self.nth[:, None], self.step)
+        self.open, self.nth = self.open & ~now, self.nth + 1
+        done = ~self.open.any(1)                                                          # (n,) blocks complete
+        if bool(done.any()):
+            self.finish(done, was_clean)
+
+    def forward(self):
+        """The forward of one step -> logits of the active block (n, B, vocab).
+
+        Pending rows need keys and values from the clean tokens of their last block first. With three rows of B = 4:
+
+            pending      forwards of this step
+            none         [active] of all rows                                    3 rows of 4 tokens
+            all          [last | active] of all rows, fused                      3 rows of 8 tokens
+            row 1 only   [last] of row 1, then [active] of all rows              1 row of 4 tokens, then 3 rows of 4
+
+        At batch 1 it is "all" after each block, so a finished block costs no forward of its own. In a larger batch rows
+        finish at different steps, and reading a few rows apart costs less than giving all rows 8 tokens.
+        """
+        inputs, q_block = self.canvas(), self.block[:, None].expand(-1, self.block_len)   # (n, B) each
+        if bool(self.pending.all()):
+            inputs = torch.cat((self.last, inputs), 1)                                    # (n, 2B)
+            q_block = torch.cat((q_block - 1, q_block), 1)                                # (n, 2B)
+        elif bool(self.pending.any()):
+            rows = self.pending.nonzero().flatten()
+            self.read(self.last[rows], q_block[rows] - 1, rows)
+        hidden_states = self.read(inputs, q_block)[:, -self.block_len:]                   # (n, B, width)
+        return diffusion.output_logits(self.model, hidden_states, self.tok)
+
+    def clean_inputs(self):
+        """Inputs of the active block (n, B), once all its targets are known: the token shift, within the block."""
+        return diffusion.shift(self.first, self.tokens)
+
+    def canvas(self):
+        """Inputs of the active block (n, B) as they are now: an open target is <mask>."""
+        return diffusion.canvas(self.clean_inputs(), self.open, self.tok.mask, self.block_len)
+
+    def read(self, inputs, q_block, rows=None):
+        """Run inputs (m, q), of all rows or of `rows` (m,), against the cache -> hidden states (m, q, width).
+
+        q_block (m, q) has the block number of each input. Their keys and values are written to their own slots. In the
+        drawing above (B = 4, P' = 5), where rows 0 and 2 read block 2 and row 1 reads block 1:
+
+            place in the output    8 9 10 11 | 4 5 6 7 | 8 9 10 11        slots = 5 + place, a list per row
+            keys looked at         slots 0 ... 16, cut by a mask: row 1 must not see block 2
+
+        Where all rows read one and the same block there is no mask to make: that block and all before it may be seen,
+        and the slots are one range for all rows. Only pads must still be hidden, if there are any.
+        """
+        some = slice(None) if rows is None else rows
+        place = q_block * self.block_len + self.offset.repeat(inputs.shape[1] // self.block_len)      # (m, q)
+        together = rows is None and bool((q_block == q_block[:1]).all())                  # all rows at the same block
+        used = self.prompt_slots + (int(q_block.max()) + 1) * self.block_len              # slots up to the newest block
+        mask = None
+        if not together or inputs.shape[1] > self.block_len:
+            mask = diffusion.may_look(q_block, self.slot_block[:used])                                # (m, q, used)
+            mask = (mask & self.readable[some, None, :used])[:, None]                                 # (m, 1, q, used)
+        elif self.padded:
+            mask = self.readable[:, None, None, :used]                                                # (n, 1, 1, used)
+        slots = used - inputs.shape[1] if together else self.prompt_slots + place
+        return self.model(inputs, self.prompt_len[some, None] + place, mask, self.cache.at(slots, used, rows))
+
+    def finish(self, done, was_clean):
+        """Hand over the blocks that are done (n,), stop the rows that end here, and move the others to the next block.
+
+        was_clean (n,): this step's forward had no <mask> among its inputs. Example of three rows with B = 4:
+            row   tokens              what happens
+            0     w e _ e             The block is not done: nothing.
+            1     a r e t             Done: block + 1, first = t. Unless it was clean it is pending, last = its inputs.
+            2     o n <eos> <eos>     Done, and it holds <eos>: handed over, and the row stops.
+        """
+        for row in (done & self.alive).nonzero().flatten().tolist():
+            self.hand_over(row)
+        move = done & self.alive
+        self.last = torch.where(move[:, None], self.clean_inputs(), self.last)
+        self.pending = move & ~was_clean
+        self.first = torch.where(move, self.tokens[:, -1], self.first)
+        self.block = self.block + move
+        fresh = move | ~self.alive                                  # a stopped row idles on an open canvas
+        self.open = self.open | fresh[:, None]
+        self.nth = torch.where(fresh, 0, self.nth)
+
+    def hand_over(self, row):
+        """Append the finished block of a row to its Rollout. The row stops after an <eos> and after the last block."""
+        out, block = self.out[self.rows[row]], self.tokens[row].tolist()
+        out.canvas += block
+        out.nfe += int(self.nth[row])
+        if self.record:
+            out.step += self.step[row].tolist()
+            out.logprob += self.logp[row].tolist()
+        if self.tok.eos in block or int(self.block[row]) + 1 == self.blocks:
+            out.tokens = out.canvas[:out.canvas.index(self.tok.eos) + 1] if self.tok.eos in block else out.canvas[:]
+            self.alive[row] = False
+
+    def drop(self):
+        """Remove the stopped rows. It is called when they are half of the batch: each call copies the cache."""
+        keep = self.alive.nonzero().flatten()
+        if not len(keep):
+            return
+        self.cache.keep(keep)
+        self.rows = [self.rows[row] for row in keep.tolist()]
+        if self.generators:
+            self.generators = [self.generators[row] for row in keep.tolist()]
+        for name in self.PER_ROW:
+            setattr(self, name, getattr(self, name)[keep])
+
+
+# === 3. Any number of prompts =========================================================================================
 
 def check_settings(block_len, tau, temperature=0.0):
-    """block_len None: not given, to be taken from the checkpoint."""
+    """Refuse settings that cannot work. Raises UserError. block_len None: not given, a checkpoint will say."""
     if block_len is not None and block_len < 1:
         raise UserError(f"block length {block_len}: at least 1 (1 is the AR decoder)")
     if not 0 < tau <= 1:
         raise UserError(f"tau {tau}: a probability, above 0 and up to 1")
-    if temperature and not 0.001 <= temperature <= 1000:            # nor nan; logits over less overflow
+    if temperature and not 0.001 <= temperature <= 1000:            # nan fails too; logits divided by less overflow
         raise UserError(f"temperature {temperature}: 0 (greedy), or from .001 to 1000")
 
 
 def decode(model, prompts, tok, block_len=1, tau=1.0, max_len=128, temperature=0.0, seeds=None, batch=128, bar=None):
-    """Decode any number of prompts in batches -> Rollouts in their order. Prompts of similar length share a batch."""
+    """Decode any number of prompts in batches -> Rollouts in their order. Prompts of similar length share a batch.
+    bar: a tqdm bar that counts prompts, or None. The other arguments are those of Decoder."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     out = [None] * len(prompts)
     for lo in range(0, len(prompts), batch):
@@ -250,17 +334,16 @@ def decode(model, prompts, tok, block_len=1, tau=1.0, max_len=128, temperature=0
 
 
 def timed(model, prompts, tok, block_len, tau, max_len, temperature=0.0, seeds=None):
-    """Decode these prompts as one batch: (rollouts, seconds of decoding, seconds of prefill and decoding)."""
+    """Decode these prompts as one batch -> (Rollouts, seconds of decoding, seconds of prefill and decoding)."""
     start = time.perf_counter()
-    d = Decoder(model, prompts, tok, block_len, tau or 1.0, max_len, temperature, seeds, record=False)
+    decoder = Decoder(model, prompts, tok, block_len, tau or 1.0, max_len, temperature, seeds, record=False)
     machine.wait_for(model.embed.weight.device)
     ready = time.perf_counter()
-    done = d.run()
+    done = decoder.run()
     end = time.perf_counter()
     return done, end - ready, end - start
 
 
 if __name__ == "__main__":
-    import show                                                     # only here: the stages build on the sampler, show on them
-    import settings
+    from plumbing import settings, show                             # here and not above: show imports this file
     settings.main(show.main)

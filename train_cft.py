@@ -1,45 +1,42 @@
 """Stage 1, conversion fine-tuning (CFT): the AR model learns to fill a block in a few steps.
 
-Paper, "The three stages", 1. Weight-preserving: the AR tensors are copied one to one, and what changes is who looks at
-whom and which inputs are <mask>. At block length 1 the converted model *is* the AR model, which is checked before the
-first step. The naive conversion at block length 32 is mostly invalid: it has never seen a <mask>, nor a token to its
-right. CFT shows it both.
+Paper, "The three stages", 1. The conversion preserves the weights: the AR tensors are copied one to one, and what changes
+is who looks at whom, and which inputs are <mask>. At block length 1 the converted model *is* the AR model
+(tests/test_stages.py). At block length 32 the naive conversion is mostly invalid, because it has never seen a <mask>, nor
+a token to its right. CFT shows it both. For a prompt p and output x, two views of each block hide targets H, and the loss is
+
+    sum_{i in H} w_i * -log p(x_i | p, finished blocks before i's, the visible part of i's block) / sum_{i in H} w_i
+
+The views are complementary: what one hides, the other shows. So each target is hidden exactly once, and no 1/t weight is
+needed (diffusion.draw_hidden). A step reads (P + 3R) / (P + R) times the tokens of an AR step on the same rows.
 
     python train_cft.py --preset mini        # data, AR and CFT, one after the other, where they are missing
     python train_cft.py --preset small
 
-Loss: for a prompt p and output x, hide targets H (diffusion.draw_hidden) in two views of each block, and minimise
-
-    sum_{i in H} w_i * -log p(x_i | p, finished blocks before i's, the visible part of i's block) / sum_{i in H} w_i
-
-with the two views complementary, so that each target is hidden exactly once and no 1/t weight is needed. A step has
-(P + 3R)/(P + R) times the tokens of an AR step on the same rows. Left out: the paper's epochs over a fixed set (we
-count steps), and any noise level as an input to the network.
+Left out: the paper's epochs over a fixed set (steps are counted), and any noise level as an input to the network.
 """
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-import checkpoint
 import diffusion
-import evaluate
-import sample
-import settings
-import stage
-from data import prepare
-from settings import flag
+from data.rows import Rows
+from plumbing import chain, checkpoint, ladder, loop, settings
+from plumbing.settings import flag
 
 
 @dataclass
 class CFTSettings(settings.Settings):
-    start: str = flag("ar", "name of the weights to start from")
-    name: str = flag("cft", "name of the weights that are written, <out>/<name>.pt")
-    block_len: int = flag(diffusion.BLOCK_LEN, "targets of a block")
-    schedule: str = flag("complementary", f"masking schedule: one of {', '.join(diffusion.SCHEDULES)}")
-    full: float = flag(0.2, "share of blocks that are hidden completely, as where decoding starts (complementary)")
-    tail: float = flag(0.1, "loss weight of the <eos> that fill the last block")
-    tau: float = flag(0.9, "threshold of the decoded validation")
+    start: str = flag("ar", "name of the weights to start from", pattern=r"\w[\w-]*")
+    name: str = flag("cft", "name of the weights that are written, <out>/<name>.pt", pattern=r"\w[\w-]*")
+    block_len: int = flag(diffusion.BLOCK_LEN, "targets per block", at_least=1)
+    schedule: str = flag("complementary", f"masking schedule: one of {', '.join(diffusion.SCHEDULES)}",
+                         choices=diffusion.SCHEDULES)
+    full: float = flag(0.2, "share of the blocks that are hidden completely, as where decoding starts (complementary)",
+                       at_least=0, at_most=1)
+    tail: float = flag(0.1, "loss weight of the <eos> that fill the last block", at_least=0)
+    tau: float = flag(0.9, "commit threshold of the decoded validation", above=0, at_most=1)
 
 
 PRESETS = {
@@ -49,81 +46,73 @@ PRESETS = {
 }
 
 
-def same_at_block_length_one(ar, converted, tok, row, device):
-    """The converted model's logits at B = 1 equal those of AR's plain causal forward: nothing was lost on the way."""
-    prompt, output = row
-    x = torch.tensor([prompt + output[:-1]], device=device)
-    causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=device).tril()
-    hidden = ar(x, torch.arange(x.shape[1], device=device)[None], causal)[0, len(prompt) - 1:]
-    plain = diffusion.output_logits(ar, hidden, tok)
-    text = diffusion.pack([prompt], [output], tok, block_len=1)
-    logits, _ = diffusion.score(converted, text, torch.ones_like(text.target, dtype=torch.bool), tok)
-    if not torch.allclose(logits, plain, atol=1e-4, rtol=1e-4):
-        raise RuntimeError("the conversion changed the model: logits at block length 1 differ from the AR model's")
+def hide(chosen, draw, tok, s):
+    """Rows [(prompt, output)] and a generator -> ([(Text, hidden, weight)] per micro-batch, denominator).
+
+    hidden and weight are (views, n, R). There is one draw for the whole batch, which is split afterwards, so how a batch is
+    split does not change which targets are hidden. Example, 3 rows with --micro 2: one draw of (views, 3, R), then rows 0
+    and 1 with the length of the longer of both, then row 2 with its own length.
+    """
+    def length(part):
+        return max(len(diffusion.pad_to_block(output, tok.eos, s.block_len)) for _, output in part)
+
+    hidden, unbiased = diffusion.draw_hidden(len(chosen), length(chosen), s.block_len, draw, s.schedule, s.full)
+    parts, bases, at = [], [], 0
+    for part in loop.split(chosen, s.micro):
+        prompts, outputs = zip(*part)
+        here, short = slice(at, at + len(part)), length(part)
+        text = diffusion.pack(prompts, outputs, tok, s.block_len)
+        base = diffusion.token_weights(outputs, short, tok, s.reasoning, s.answer, s.tail)
+        base = diffusion.limit_to_blocks(base, outputs, s.block_len)                      # (n, R)
+        h, u = hidden[:, here, :short], unbiased[:, here, :short]                         # (views, n, R)
+        parts.append((text, h, u * h * base))
+        bases.append(base)
+        at += len(part)
+    # The denominator is the weight of all targets and not of the hidden ones. Dividing terms that carry 1/p by what chance
+    # has hidden would be biased. With complementary views both are the same.
+    return parts, loop.denominator(bases)
 
 
 def main(argv=None):
     s = settings.parse(CFTSettings, PRESETS, __doc__, argv)
-    if s.schedule not in diffusion.SCHEDULES:
-        raise checkpoint.UserError(f"--schedule {s.schedule}: one of {', '.join(diffusion.SCHEDULES)}")
-    sample.check_settings(s.block_len, s.tau)
-    folder, tok, summary = stage.load_data(s)
-    checkpoint.need(s, s.start)
-    k = summary["config"]["candidates"]
+    folder, tok, summary = loop.load_data(s)
+    chain.need(s, s.start, summary)
+    n_candidates = summary["config"]["candidates"]
 
-    # === 1. The conversion: copy the weights, check that nothing else changed ===========================
-    before, _ = checkpoint.open_model(s, s.start, tok, summary)
+    # === 1. The conversion: copy the weights; only the row of <mask> in the embedding is new =============
     model, _ = checkpoint.open_student(s, s.start, tok, summary)
-    rows = prepare.Rows(folder / "all.npz")
-    with torch.no_grad():
-        same_at_block_length_one(before, model, tok, rows[0], s.device)
-    stage.check_fits(model.cfg, rows, s.block_len, k)
-    run = stage.Run(s.name, s, model, tok, summary)
-    lengths = np.add(rows.lengths()[0], 3 * rows.lengths()[1])
+    rows = Rows(folder / "all.npz")
+    loop.check_fits(model.cfg, rows, s.block_len, n_candidates)
+    run = loop.Run(s.name, s, model, summary)
+    prompt_len, output_len = rows.lengths()
+    batches = loop.Batches(prompt_len + 3 * output_len, s.batch, s.seed)
 
-    # === 2. A step: hide, score =========================================================================
-    def micro_batches(chosen, draw):
-        """Rows and a generator -> [(forward, weight)]. One draw for the whole batch, then micro-batches: how a batch
-        is split does not change which targets are hidden."""
-        length = max(len(diffusion.pad_to_block(o, tok.eos, s.block_len)) for _, o in chosen)
-        hidden, weight = diffusion.draw_hidden(len(chosen), length, s.block_len, draw, s.schedule, s.full)
-        parts = []
-        for lo in range(0, len(chosen), s.micro or s.batch):
-            prompts, outputs = zip(*chosen[lo:lo + (s.micro or s.batch)])
-            short = max(len(diffusion.pad_to_block(o, tok.eos, s.block_len)) for o in outputs)
-            h, w = (x[:, lo:lo + len(prompts), :short] for x in (hidden, weight))
-            text = diffusion.pack(prompts, outputs, tok, s.block_len)
-            base = diffusion.token_weights(outputs, short, tok, s.reasoning, s.answer, s.tail)
-            base = diffusion.limit_to_blocks(base, outputs, s.block_len)                  # (n, R)
-            # Divided by the weight of all targets, not of the hidden ones: dividing 1/p-weighted terms by what chance
-            # has hidden would be biased. With complementary views both are the same.
-            parts.append((lambda t=text, w=w * h * base, h=h: diffusion.loss_sum(run.model, t, w, tok, h),
-                          float(base.sum())))
-        return parts
-
-    def batch_loss(step):
-        chosen = [rows[i] for i in stage.batch_rows(lengths, s.batch, s.seed, step)]
-        parts = micro_batches(chosen, stage.generator(s.seed, step))
-        views = 1 if s.schedule != "complementary" else 2
-        return parts, sum(len(p) + (1 + views) * len(o) for p, o in chosen)
-
-    # === 3. Validate: the loss on masks that never change, and free decoding ============================
-    prompts, targets = evaluate.validation_users(folder, s.eval_users)
-    held = prepare.Rows(folder / "valid.npz")
-    fixed = [held[i] for i in range(0, len(held), max(len(held) // 128, 1))][:128]
+    # === 2. Validate: the loss on masks that never change, and free decoding ============================
+    users = ladder.validation_users(folder, s.eval_users)           # (prompts, targets), the same ones every time
+    held_out = Rows(folder / "valid.npz")
+    fixed = [held_out[i] for i in range(0, len(held_out), max(len(held_out) // 128, 1))][:128]
 
     def validate(model):
-        parts = micro_batches(fixed, stage.generator(12345))
+        parts, total = hide(fixed, loop.generator(12345), tok, s)
         with torch.no_grad(), run.autocast():
-            loss = sum(float(f()) for f, _ in parts) / stage.denominator(parts)
-        return {"loss": loss} | evaluate.validate_by_decoding(model, tok, prompts, targets, k, s.block_len, s.tau,
-                                                           run.autocast())
+            loss = sum(float(diffusion.canvas_loss(model, text, weight, hidden, tok)) for text, hidden, weight in parts)
+        return {"loss": loss / total} | ladder.validate_by_decoding(
+            model, tok, *users, n_candidates, s.block_len, s.tau, run.autocast())
 
-    run.train(batch_loss, validate)
+    # === 3. Train: hide, fill in ========================================================================
+    for step in run.steps(validate):
+        chosen = [rows[i] for i in batches[step]]
+        parts, total = hide(chosen, loop.generator(s.seed, step), tok, s)
+        for text, hidden, weight in parts:
+            with run.autocast():
+                loss = diffusion.canvas_loss(model, text, weight, hidden, tok) / total
+            loss.backward()
+            run.count(loss, int(text.not_pad.sum()) + hidden.numel())
 
-    # === 4. The table: floor, AR, the naive conversion, CFT =============================================
-    evaluate.show_stage(s, folder, tok, summary, [("ar", "ar", 1, None), ("naive", "ar", s.block_len, s.tau),
-                                                (s.name, s.name, s.block_len, s.tau)], run.autocast())
+    # === 4. The table: floor, teacher, AR, the naive conversion, CFT ====================================
+    ladder.show_stage(s, folder, tok, summary, [
+        ladder.System("ar", "ar", 1, None), ladder.System("naive", "ar", s.block_len, s.tau),
+        ladder.System(s.name, s.name, s.block_len, s.tau)], run.autocast())
 
 
 if __name__ == "__main__":

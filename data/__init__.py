@@ -1,2 +1,2 @@
-"""From the publisher's files to token rows: one job a file, in the order amazon -> retriever -> semantic_ids
--> tokenizer -> teacher -> dataset, run by `python -m data.prepare`."""
+"""From the publisher's files to token rows. Each file does one job, in the order amazon -> retriever -> semantic_ids ->
+tokenizer -> teacher -> dataset -> rows, and `python -m data.prepare` runs them all."""

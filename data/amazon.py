@@ -1,20 +1,20 @@
-"""The preprocessed split: made from the publisher's files, read back by everything else.
+"""The preprocessed split: it is made from the publisher's files, and everything else reads it back.
 
-Source format (Amazon product data, 2014 release; McAuley et al., SIGIR 2015; He & McAuley, WWW 2016), from
+The source is the Amazon product data, release of 2014 (McAuley et al., SIGIR 2015; He & McAuley, WWW 2016), from
 snap.stanford.edu/data/amazon/productGraph/categoryFiles:
 
-    reviews_<Category>_5.json.gz   one JSON object a line: reviewerID, asin, unixReviewTime, ...
-    meta_<Category>.json.gz        one *Python literal* a line: asin, title, brand, categories, ...
+    reviews_<Category>_5.json.gz   one JSON object per line: reviewerID, asin, unixReviewTime, ...
+    meta_<Category>.json.gz        one *Python literal* per line: asin, title, brand, categories, ...
 
-Ours, two gzip-compressed, tab-separated files that `zcat` shows as they are:
+The split is two gzip-compressed, tab-separated files, which `zcat` shows as they are:
 
-    users.tsv.gz   number <TAB> item:day item:day ...        oldest first; item = line of items.tsv.gz, from 0
+    users.tsv.gz   number <TAB> item:day item:day ...        oldest first; an item is a line of items.tsv.gz, from 0
     items.tsv.gz   asin <TAB> brand <TAB> category > path <TAB> title
 
-Two details decide whether the sequences equal the field's. (1) The publisher dates reviews by the day, and a third of
-the purchases share their day with a neighbour, so the sort by time must be *stable*: file order breaks ties.
-(2) Numbers given in order of first appearance leak the future (on Beauty "the last id + 1" alone finds 4% of the
-test items): here users and items are ordered by a hash of their names, so a number says nothing.
+Two details decide whether the sequences equal those of the literature. The publisher dates a review by the day, and a
+third of the purchases share their day with a neighbour. So the sort by time is *stable*: within a day, the order of the
+file stays. And numbers in order of first appearance would leak the future: on Beauty "the last id + 1" alone finds 4%
+of the test items. So users and items are ordered by a hash of their names.
 
     python -m data.amazon --source FOLDER                 # -> data/beauty
     python -m data.amazon --source FOLDER --out data/toys # any other category of the release
@@ -25,25 +25,21 @@ import gzip
 import hashlib
 import json
 import os
-import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from plumbing import settings
+from plumbing.settings import UserError
+
 HOME = Path(__file__).resolve().parent / "beauty"
-
-
-class DataError(ValueError):
-    """A mistake in a user's file: the message names file, line and remedy, and is shown without a traceback."""
 
 
 @dataclass
 class Split:
-    """A category as loaded: everything later stages see of the world.
-
-    histories[u] = item numbers of user u, oldest first; days[u] = the day (since 1970) of each.
-    asin, brand, title: one string an item ("" = unknown); path: one tuple of category names an item, general first.
-    """
+    """A category as it is loaded. Per user: histories[u] = item numbers, oldest first; days[u] = the day of each
+    purchase, counted from 1970; user[u] = the user's number in the file, as text. Per item: asin, brand and title are
+    strings, "" where unknown; path is a tuple of category names, the general ones first."""
     histories: list
     days: list
     user: list
@@ -54,87 +50,81 @@ class Split:
 
 
 def opaque(name):
-    """Sort key without meaning: the hash of a name. Same name, same key, on every machine."""
+    """The hash of a name, for use as a sort key that means nothing and is the same on every machine."""
     return hashlib.blake2b(name.encode(), digest_size=16).digest()
 
 
 def lines(path):
-    """(line number from 1, text) of a gzip file; damage raises DataError naming file and line."""
+    """Yield (line number from 1, text) of a gzip file. Raises UserError that names the file and the damaged line."""
     n = 0
     try:
         with gzip.open(path, "rt", encoding="utf-8", errors="strict") as f:
             for n, line in enumerate(f, 1):
-                if line != "\n":                                    # tabs alone are a line: of an item without a name
+                if line != "\n":                    # do not strip: tabs alone are the line of an item without a name
                     yield n, line.rstrip("\n")
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file")
+        raise UserError(f"{path}: no such file")
     except (EOFError, OSError, UnicodeDecodeError, zlib.error) as e:
-        raise DataError(f"{path}: damaged after line {n} ({e}); fetch or make the file again")
-
-
-def publisher_files(folder):
-    """The one pair (reviews, meta) in a folder, whatever the category."""
-    reviews = sorted(Path(folder).glob("reviews_*.json.gz"))
-    meta = sorted(Path(folder).glob("meta_*.json.gz"))
-    if len(reviews) != 1 or len(meta) != 1:
-        raise DataError(f"{folder}: wanted one reviews_<Category>_5.json.gz and one meta_<Category>.json.gz, found "
-                        f"{len(reviews)} and {len(meta)}; both are at "
-                        "snap.stanford.edu/data/amazon/productGraph/categoryFiles")
-    return reviews[0], meta[0]
+        raise UserError(f"{path}: damaged after line {n} ({e}); fetch or make the file again")
 
 
 def read_publisher(folder):
-    """Parse the publisher's pair of files into (purchases by user, metadata by asin)."""
-    reviews, meta = publisher_files(folder)
-    bought = {}                                                     # reviewer -> [(day, asin)] in file order
+    """Parse the publisher's pair of files. Returns the purchases {reviewer: [(day, asin), ...]} in the order of the
+    file, and the items {asin: (brand, category path, title)}. Raises UserError that names the file and the line."""
+    reviews, meta = (sorted(Path(folder).glob(f"{name}_*.json.gz")) for name in ("reviews", "meta"))
+    if len(reviews) != 1 or len(meta) != 1:
+        raise UserError(f"{folder}: wanted one reviews_<Category>_5.json.gz and one meta_<Category>.json.gz, found "
+                        f"{len(reviews)} and {len(meta)}; see snap.stanford.edu/data/amazon/productGraph/categoryFiles")
+    reviews, meta = reviews[0], meta[0]
+    bought, about = {}, {}
     for n, line in lines(reviews):
         try:
             r = json.loads(line)
             purchase = int(r["unixReviewTime"]) // 86400, word(r["asin"])
             bought.setdefault(word(r["reviewerID"]), []).append(purchase)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
-            raise DataError(f"{reviews}, line {n}: not a review with reviewerID, asin and unixReviewTime ({e!r})")
+            raise UserError(f"{reviews}, line {n}: not a review with reviewerID, asin and unixReviewTime ({e!r})")
     if not bought:
-        raise DataError(f"{reviews}: holds no review")
-    about = {}
+        raise UserError(f"{reviews}: holds no review")
     wanted = {asin for purchases in bought.values() for _, asin in purchases}
     for n, line in lines(meta):
         try:
-            m = ast.literal_eval(line)                              # a literal, never eval: this is other people's text
+            m = ast.literal_eval(line)              # never eval: this text comes from strangers, and eval would run it
             asin = word(m["asin"])
             if asin in wanted:
                 paths = m.get("categories") or [[]]
                 about[asin] = (clean(m.get("brand")), tuple(clean(c) for c in paths[0]), clean(m.get("title")))
         except (ValueError, KeyError, TypeError, SyntaxError, MemoryError, RecursionError) as e:
-            raise DataError(f"{meta}, line {n}: not a Python literal with an asin ({type(e).__name__})")
+            raise UserError(f"{meta}, line {n}: not a Python literal with an asin ({type(e).__name__})")
     if not about:
-        raise DataError(f"{meta}: describes none of the {len(wanted)} items in {reviews}; do the two belong together?")
+        raise UserError(f"{meta}: describes none of the {len(wanted)} items in {reviews}; do the two belong together?")
     return bought, about
 
 
 def word(name):
-    """An asin or a reviewer as it is, if it can be a cell of our files: text, not empty, without blanks."""
+    """An asin or a reviewer, unchanged. Raises ValueError if it cannot be a cell: no text, empty, or with blanks."""
     if not isinstance(name, str) or name.split() != [name]:
         raise ValueError(f"{name!r} is not a name")
-    name.encode()                                                   # half a surrogate pair: a ValueError now
+    name.encode()                                   # half a surrogate pair raises its ValueError here, not when writing
     return name
 
 
 def clean(text):
-    """One line without tabs or doubled blanks, nor a word ">", which separates categories; None and non-text become
-    "". What UTF-8 cannot hold (half a surrogate pair) is left out."""
+    """Make one line of a text: no tabs, no doubled blanks, no word ">" (it separates categories), nothing that UTF-8
+    cannot hold. What is not text, such as None, becomes ""."""
     if not isinstance(text, str):
         return ""
     return " ".join(w for w in text.encode(errors="ignore").decode().split() if w != ">")
 
 
 def write_split(bought, about, out):
-    """Number users and items opaquely, sort each history stably by day, write both files whole or not at all."""
+    """Write users.tsv.gz and items.tsv.gz into the folder `out`, both or neither, from what read_publisher returns.
+    Users and items get opaque numbers. Returns the numbers of users, items and purchases."""
     asins = sorted({asin for purchases in bought.values() for _, asin in purchases}, key=opaque)
     number = {asin: i for i, asin in enumerate(asins)}
     users = []
     for name in sorted(bought, key=opaque):
-        purchases = sorted(bought[name], key=lambda p: p[0])        # stable: the file's order breaks ties in a day
+        purchases = sorted(bought[name], key=lambda p: p[0])        # stable, and by the day alone
         users.append(" ".join(f"{number[asin]}:{day}" for day, asin in purchases))
     items = []
     for asin in asins:
@@ -147,8 +137,8 @@ def write_split(bought, about, out):
 
 
 def write_gz(files):
-    """{path: rows}, atomic and reproducible: temporary files, renamed over the old ones when the last is complete
-    (users beside the items of another run would be nonsense), no time stamp in the gzip header."""
+    """Write {path: lines} as gzip files without a time stamp, all or none. Temporary files replace the old ones when
+    the last is complete, because users beside the items of another run would be nonsense."""
     parts = {path: path.with_name(path.name + ".part") for path in files}
     try:
         for path, rows in files.items():
@@ -163,59 +153,65 @@ def write_gz(files):
 
 
 def load(folder=HOME):
-    """Read a split made by this file. Items and users are put in opaque order whatever the order of the lines, so that
-    renumbering the files changes nothing downstream. Raises DataError that names file and line.
-    """
+    """Read a split that this file wrote. Returns a Split; raises UserError that names the file and the line. Items and
+    users are put in opaque order, so nothing that is made from a split depends on the order of its lines."""
     folder = Path(folder)
     if not (folder / "users.tsv.gz").exists() or not (folder / "items.tsv.gz").exists():
-        raise DataError(f"{folder}: no users.tsv.gz and items.tsv.gz here; make them with "
+        raise UserError(f"{folder}: no users.tsv.gz and items.tsv.gz here; make them with "
                         f"`python -m data.amazon --source FOLDER --out {folder}`")
-    rows = []
-    for n, line in lines(folder / "items.tsv.gz"):
+    items = read_items(folder / "items.tsv.gz")
+    order = sorted(range(len(items)), key=lambda i: opaque(items[i][0]))
+    number = {line: new for new, line in enumerate(order)}
+    users = sorted(read_users(folder / "users.tsv.gz", number), key=lambda u: opaque(u[0]))
+    name, histories, days = map(list, zip(*users))
+    return Split(histories, days, name, *map(list, zip(*[items[i] for i in order])))
+
+
+def read_items(path):
+    """items.tsv.gz -> [(asin, brand, category path, title)] in the order of the lines."""
+    items = []
+    for n, line in lines(path):
         cells = line.split("\t")
         if len(cells) != 4 or not cells[0]:
-            raise DataError(f"{folder / 'items.tsv.gz'}, line {n}: wanted asin, brand, category path and title, "
-                            f"separated by tabs, found {len(cells)} cells")
-        rows.append((cells[0], cells[1], tuple(c for c in cells[2].split(" > ") if c), cells[3]))
-    if not rows:
-        raise DataError(f"{folder / 'items.tsv.gz'}: the category is empty")
-    if len({r[0] for r in rows}) != len(rows):
-        raise DataError(f"{folder / 'items.tsv.gz'}: an asin occurs twice")
-    order = sorted(range(len(rows)), key=lambda i: opaque(rows[i][0]))
-    renumber = {old: new for new, old in enumerate(order)}
-    rows = [rows[i] for i in order]
+            raise UserError(f"{path}, line {n}: wanted asin, brand, category path and title, separated by tabs, found "
+                            f"{len(cells)} cells")
+        items.append((cells[0], cells[1], tuple(c for c in cells[2].split(" > ") if c), cells[3]))
+    if not items:
+        raise UserError(f"{path}: the category is empty")
+    if len({item[0] for item in items}) != len(items):
+        raise UserError(f"{path}: an asin occurs twice")
+    return items
+
+
+def read_users(path, number):
+    """users.tsv.gz -> [(user, item numbers, days)] in the order of the lines. number: {line of an item: its number}."""
     users = []
-    for n, line in lines(folder / "users.tsv.gz"):
+    for n, line in lines(path):
         try:
             name, purchases = line.split("\t")
             pairs = [p.split(":") for p in purchases.split(" ")]
-            users.append((name, [renumber[int(i)] for i, _ in pairs], [int(d) for _, d in pairs]))
+            users.append((name, [number[int(i)] for i, _ in pairs], [int(d) for _, d in pairs]))
         except (ValueError, KeyError):
-            raise DataError(f"{folder / 'users.tsv.gz'}, line {n}: wanted a user number, a tab and item:day pairs with "
-                            f"items below {len(rows)}, found {line[:60]!r}")
+            raise UserError(f"{path}, line {n}: wanted a user number, a tab and item:day pairs with items below "
+                            f"{len(number)}, found {line[:60]!r}")
         if users[-1][2] != sorted(users[-1][2]):
-            raise DataError(f"{folder / 'users.tsv.gz'}, line {n}: purchases are not in order of time")
+            raise UserError(f"{path}, line {n}: purchases are not in order of time")
     if not users:
-        raise DataError(f"{folder / 'users.tsv.gz'}: the category has no user")
+        raise UserError(f"{path}: the category has no user")
     if len({u[0] for u in users}) != len(users):
-        raise DataError(f"{folder / 'users.tsv.gz'}: a user number occurs twice")
-    users.sort(key=lambda u: opaque(u[0]))
-    return Split([u[1] for u in users], [u[2] for u in users], [u[0] for u in users],
-                 *map(list, zip(*[(a, b, p, t) for a, b, p, t in rows])))
+        raise UserError(f"{path}: a user number occurs twice")
+    return users
 
 
 def main(argv=None):
     ap = argparse.ArgumentParser(description="Make the compact split from the publisher's two files.")
-    ap.add_argument("--source", required=True, help="folder with reviews_<Category>_5.json.gz and meta_<Category>.json.gz")
+    ap.add_argument("--source", required=True, help="folder with the publisher's two files")
     ap.add_argument("--out", default=str(HOME), help="folder for users.tsv.gz and items.tsv.gz")
     args = ap.parse_args(argv)
-    try:
-        users, items, purchases = write_split(*read_publisher(args.source), args.out)
-    except (DataError, OSError) as e:
-        sys.exit(f"data.amazon: {e}")
+    users, items, purchases = write_split(*read_publisher(args.source), args.out)
     print(f"{args.out}: {users:,} users, {items:,} items, {purchases:,} interactions, "
           f"mean length {purchases / users:.2f} (Beauty: 22,363 / 12,101 / 198,502, 8.88)")
 
 
 if __name__ == "__main__":
-    main()
+    settings.main(main)

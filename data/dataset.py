@@ -1,15 +1,16 @@
-"""Prompts and traces as token rows: what is shown, what can be claimed about it, and the text that claims it.
+"""Prompts and traces as token rows: what a prompt shows, what can be claimed about it, and the text that claims it.
 
     prompt  <history> h8 brand kind ... h1 brand kind <candidates> A brand kind score pop like link xN next ... <rank>
-    output  <think> [kind] kind:n <brand> brand:n               the pattern: does the newest purchase repeat older ones?
-            A brand brand:n kind kind:n h3 x5 next:2 grade:6    for each candidate: how often the history has its brand
-            B ...                                               and kind, what it is bought with, by how many, how many
-                                                                bought it next; verdict
-            <top> grade:6 C grade:5 A grade:5 F                 three to put first, the pick, then by grade
+    output  <think> [kind] kind:n <brand> brand:n               the pattern: do older purchases share the newest one's
+                                                                kind and brand?
+            A brand brand:n kind kind:n h3 x5 next:2 grade:6    per candidate: its brand and kind, each with how often
+            B ...                                               the history has it; what it is bought with, by how
+                                                                many, how many bought it next; the verdict
+            <top> grade:6 C grade:5 A grade:5 F                 three to put first: the pick, then by grade
             <answer> C A F B D E G H I J <eos>                  those three, then the rest in pre-rank order
 
-Everything is done for all rows at once, on arrays of *token ids* with -1 for "not there"; `Shown` is both what the
-writer writes and what the grounding checker (ranking.py) reads back from a prompt, so there is one account of the facts.
+Everything is done for all rows at once, on arrays of *token ids* in which -1 means "nothing here". Shapes: n rows, k
+candidates. A prompt is written from a `Shown`, and the grounding checker (ranking.py) reads a `Shown` back from it.
 """
 from dataclasses import dataclass
 
@@ -17,13 +18,13 @@ import numpy as np
 
 from data.tokenizer import EDGES
 
-TOP = 3                          # how many are put first before the rest follows in pre-rank order
+TOP = 3                          # so many candidates are put first; the rest follows in pre-rank order
 LINE = 9                         # tokens of a candidate's line in the reasoning
 
 
 @dataclass
 class Shown:
-    """What a prompt says, as token ids. history_*: (n, 8), newest first. The others: (n, k), in pre-rank order."""
+    """What the prompts say, as token ids. history_*: (n, 8), newest first. The others: (n, k), in pre-rank order."""
     history_brand: np.ndarray
     history_kind: np.ndarray
     brand: np.ndarray
@@ -36,113 +37,111 @@ class Shown:
     next: np.ndarray
 
 
-FIELDS = ("brand", "kind", "score", "pop", "like", "link", "together", "next")      # a candidate's, in prompt order
+FIELDS = ("brand", "kind", "score", "pop", "like", "link", "together", "next")      # of a candidate, in prompt order
 
 
 def bucket(tokens, values, name):
-    """The token of the bucket in which each value falls (EDGES of data/tokenizer.py)."""
+    """The token of the bucket that each value falls into (EDGES of data/tokenizer.py). Any shape -> the same shape."""
     return np.asarray(tokens)[np.digitize(values, EDGES[name])]
 
 
 def show(c, split, tok):
     """Candidates (data/retriever.py) -> Shown."""
-    brand = np.array([tok.brand_id.get(b, tok.brand[0]) for b in split.brand])
-    kind = np.array([tok.kind_id.get(p[-1] if p else "", tok.kind[0]) for p in split.path])
+    brand = np.array([tok.brand_id.get(b, tok.brand[0]) for b in split.brand])                      # (items,)
+    kind = np.array([tok.kind_id.get(p[-1] if p else "", tok.kind[0]) for p in split.path])         # (items,)
     absent = c.history < 0
-    fields = {"brand": brand[c.item], "kind": kind[c.item], "score": bucket(tok.score, c.score, "score"),
-              "pop": bucket(tok.pop, c.pop, "pop"), "like": bucket(tok.like, c.like, "like"),
-              "link": np.asarray(tok.h)[c.link],                    # -1, no link, is the last of tok.h
-              "together": bucket(tok.together, c.together, "together"), "next": bucket(tok.next, c.next, "next")}
+    fields = {f: bucket(getattr(tok, f), getattr(c, f), f) for f in ("score", "pop", "like", "together", "next")}
+    fields |= {"brand": brand[c.item], "kind": kind[c.item],
+               "link": np.asarray(tok.h)[c.link]}                   # a link of -1 finds the last of tok.h, " nobody"
     return Shown(history_brand=np.where(absent, -1, brand[c.history]),
                  history_kind=np.where(absent, -1, kind[c.history]),
                  **{f: np.where(c.item >= 0, v, -1) for f, v in fields.items()})
 
 
 def drop_some(shown, target, share, rng):
-    """In a share of the rows, remove candidates at random, so that fewer than ten are served too and an identifier can
-    be out of set. Three at least stay, in order. Returns (Shown, target), the target -1 where it was removed."""
-    n, k = shown.brand.shape
-    keep = np.full(n, k)
+    """Remove candidates at random in a share of the rows, so that the model learns to rank fewer, too. At least TOP
+    stay. Returns (Shown, target); a target that was removed is -1. Each candidate draws a lot, and the smallest stay:
+
+        before     lots              keep   after      target before -> after
+        A B C D    .7 .1 .4 .2       3      B C D -    2 (C) -> 1 (C is now the second)
+        A B C D    .7 .1 .4 .2       3      B C D -    0 (A) -> -1 (A was removed)
+        A B C -    .3 .9 .5 1.1      3      A B C -    1 (B) -> 1 (absent ones draw lots above 1: they go first)
+    """
+    n, n_candidates = shown.brand.shape
+    keep = np.full(n, n_candidates)
     some = rng.random(n) < share
-    keep[some] = rng.integers(min(TOP, k), k, some.sum()) if k > TOP else k
-    chance = rng.random((n, k)) + (shown.brand < 0)                 # those not there anyway are the first to go
-    lucky = np.argsort(np.argsort(chance, axis=1), axis=1) < keep[:, None]                  # (n, k): who stays
-    order = np.argsort(~lucky, axis=1, kind="stable")               # the stayers first, in their old order
-    stays = np.take_along_axis(lucky, order, 1)
-    fields = {f: np.where(stays, np.take_along_axis(getattr(shown, f), order, 1), -1) for f in FIELDS}
-    found = (order == target[:, None]) & stays
+    if n_candidates > TOP:
+        keep[some] = rng.integers(TOP, n_candidates, some.sum())
+    lot = rng.random((n, n_candidates)) + (shown.brand < 0)
+    largest = np.take_along_axis(np.sort(lot, axis=1), keep[:, None] - 1, 1)                # (n, 1) lot that may stay
+    stays = lot <= largest                                          # (n, k)
+    order = np.argsort(~stays, axis=1, kind="stable")               # (n, k): first those who stay, in their old order
+    filled = np.take_along_axis(stays, order, 1)
+    fields = {f: np.where(filled, np.take_along_axis(getattr(shown, f), order, 1), -1) for f in FIELDS}
+    found = (order == target[:, None]) & filled                     # (n, k): is the target here now?
     return (Shown(history_brand=shown.history_brand, history_kind=shown.history_kind, **fields),
             np.where(found.any(1), found.argmax(1), -1))
 
 
 def count_equal(mine, theirs, other):
-    """How often `mine` (n, k) occurs in `theirs` (n, 8); "other" and -1 match nothing. Returns (n, k) integers."""
-    same = (mine[:, :, None] == theirs[:, None, :]) & (mine != other)[:, :, None] & (mine >= 0)[:, :, None]
-    return same.sum(2)
+    """How often each of `mine` (n, k) occurs in its row of `theirs` (n, 8). "other" and -1 match nothing. -> (n, k)"""
+    comparable = (mine != other) & (mine >= 0)
+    return ((mine[:, :, None] == theirs[:, None, :]) & comparable[:, :, None]).sum(2)      # (n, k, 8) -> (n, k)
 
 
 def claims(s, tok):
-    """All that the reasoning may claim about a prompt, before any verdict:
-    pattern (n, 4): kind of the newest purchase and how often the history has it, the same for its brand;
-    lines (n, k, 8): identifier, brand and its matches, kind and its matches, link, together, next; -1 = not there.
+    """All that the reasoning may claim about prompts, before any verdict. Shown -> (pattern, lines):
 
-    The brand is named before it is counted: a token that has the brand before it finds its equals in the history in
-    one step of attention, where otherwise it must first find the candidate and then its brand.
-    """
+    pattern (n, 4)     the kind of the newest purchase, how often the history has that kind; the same for its brand
+    lines (n, k, 8)    identifier, brand, its matches, kind, its matches, link, together, next; all -1 if absent
+
+    A brand is named before it is counted: a token behind the name finds its equals in the history in one step of
+    attention. Without the name it would have to find the candidate first, and then the brand."""
     pattern = []
     for values, other, tokens in ((s.history_kind, tok.kind[0], tok.kind_count),
                                   (s.history_brand, tok.brand[0], tok.brand_count)):
         newest = values[:, :1]                                      # (n, 1)
         pattern += [newest, bucket(tokens, count_equal(newest, values, other), "count")]
-    n, k = s.brand.shape
-    there = s.brand >= 0
-    lines = [np.broadcast_to(np.asarray(tok.slots)[:k], (n, k)),
+    n, n_candidates = s.brand.shape
+    lines = [np.broadcast_to(np.asarray(tok.slots)[:n_candidates], (n, n_candidates)),
              s.brand, bucket(tok.brand_count, count_equal(s.brand, s.history_brand, tok.brand[0]), "count"),
              s.kind, bucket(tok.kind_count, count_equal(s.kind, s.history_kind, tok.kind[0]), "count"),
              s.link, s.together, s.next]
-    return np.concatenate(pattern, axis=1), np.where(there[:, :, None], np.stack(lines, axis=2), -1)
+    return np.concatenate(pattern, axis=1), np.where((s.brand >= 0)[:, :, None], np.stack(lines, axis=2), -1)
 
 
 def evidence(s, tok):
-    """(n, k, 8) tokens that the teacher judges a candidate by: what is shown of it and what is claimed, without names."""
+    """The tokens by which the teacher judges: what is shown and claimed of a candidate, without its names. Returns
+    (n, k, 8), pad where a candidate is absent."""
     _, lines = claims(s, tok)
-    return np.concatenate([np.stack([s.score, s.pop, s.like], axis=2), lines[:, :, [2, 4, 5, 6, 7]]], axis=2)
-
-
-def flatten(matrix):
-    """(n, L) with -1 for nothing -> (flat uint16 tokens, (n + 1,) offsets): the format on disk."""
-    there = matrix >= 0
-    return matrix[there].astype(np.uint16), np.concatenate([[0], np.cumsum(there.sum(1))])
+    parts = [np.stack([s.score, s.pop, s.like], axis=2), lines[:, :, [2, 4, 5, 6, 7]]]
+    return np.maximum(np.concatenate(parts, axis=2), tok.pad)
 
 
 def prompts(s, tok, extra=None):
-    """Write the prompts of all rows. extra: optional (history (n, 8, e), candidates (n, k, e)) tokens of each item
-    that go before its brand: semantic IDs and title pieces. Returns (n, L) with -1 for nothing."""
-    n, k = s.brand.shape
-    there, old = s.brand >= 0, s.history_brand >= 0
-
-    def column(value, mask):
-        return np.where(mask, value, -1)[:, None]
-
+    """Write the prompts of all rows. Returns (n, L), -1 where a row has nothing. extra: (history (n, 8, e), candidates
+    (n, k, e)), the tokens that stand before an item's brand: its semantic ID and the pieces of its title."""
+    n, n_candidates = s.brand.shape
+    bought, present = s.history_brand >= 0, s.brand >= 0            # (n, 8), (n, k)
     parts = [np.full((n, 1), tok.history)]
-    for j in reversed(range(s.history_brand.shape[1])):             # oldest first
-        parts += [column(tok.h[j], old[:, j])]
-        parts += [np.where(old[:, j, None], extra[0][:, j], -1)] if extra else []
+    for j in reversed(range(s.history_brand.shape[1])):             # the oldest purchase is written first
+        parts += [np.where(bought[:, j, None], tok.h[j], -1)]                               # (n, 1)
+        parts += [np.where(bought[:, j, None], extra[0][:, j], -1)] if extra else []        # (n, e)
         parts += [s.history_brand[:, j, None], s.history_kind[:, j, None]]
     parts += [np.full((n, 1), tok.candidates)]
-    for j in range(k):
-        parts += [column(tok.slots[j], there[:, j])]
-        parts += [np.where(there[:, j, None], extra[1][:, j], -1)] if extra else []
+    for j in range(n_candidates):
+        parts += [np.where(present[:, j, None], tok.slots[j], -1)]
+        parts += [np.where(present[:, j, None], extra[1][:, j], -1)] if extra else []
         parts += [getattr(s, f)[:, j, None] for f in FIELDS]
     return np.concatenate(parts + [np.full((n, 1), tok.rank)], axis=1)
 
 
 def read_prompt(tokens, tok):
-    """The inverse for one prompt: lists of history and candidate items, each a dict of FIELDS (+ its identifier).
-    Semantic IDs and titles are skipped: no claim is about them."""
+    """The inverse for one prompt. Returns two lists, history (oldest first) and candidates, with a dict {field: token}
+    per item. Semantic IDs and titles are skipped, because no claim is about them."""
     field = {t: name for name in FIELDS for t in getattr(tok, "h" if name == "link" else name)}
     sides = {tok.history: [], tok.candidates: []}
-    side, names = sides[tok.history], set(tok.h)                    # tokens that open an item on this side
+    side, names = sides[tok.history], set(tok.h)                    # names: the tokens that open an item on this side
     for t in map(int, tokens):
         if t in sides:
             side, names = sides[t], set(tok.h if t == tok.history else tok.slots)
@@ -153,9 +152,10 @@ def read_prompt(tokens, tok):
     return sides[tok.history], sides[tok.candidates]
 
 
-def read_prompts(rows, tok, k):
-    """Prompts (lists of tokens) -> Shown, for the grounding checker."""
-    s = Shown(*[np.full((len(rows), 8), -1) for _ in range(2)], *[np.full((len(rows), k), -1) for _ in FIELDS])
+def read_prompts(rows, tok, n_candidates):
+    """Prompts (a list of token lists, of at most n_candidates each) -> Shown, for the grounding checker."""
+    s = Shown(*[np.full((len(rows), 8), -1) for _ in range(2)],
+              *[np.full((len(rows), n_candidates), -1) for _ in FIELDS])
     for r, row in enumerate(rows):
         history, candidates = read_prompt(row, tok)
         for j, item in enumerate(reversed(history)):                # newest first
@@ -167,39 +167,45 @@ def read_prompts(rows, tok, k):
 
 
 def order_by(grade, pick=None):
-    """The answer that follows from grades (n, k), -1 = not there: the pick, then by grade, ties in pre-rank order,
-    TOP in all; the rest in pre-rank order. pick (n,) or None for the best grade. Returns (n, k), absent ones last."""
-    n, k = grade.shape
-    key = np.where(grade >= 0, grade, -1).astype(np.int64)
+    """The answer that follows from grades (n, k), -1 where absent: candidates (n, k), the first one first. TOP are put
+    first: the pick (n,), then the best grades, ties in pre-rank order; without a pick, the best grades. The rest follow
+    in pre-rank order, and absent ones are last. Three rows, candidates counted from 0:
+
+        grade        pick   order
+        3 5 5 1 5    1      1 2 4  0 3      three fives, then the rest as it came
+        3 5 5 1 5    3      3 1 2  0 4      the pick, though its grade is the worst; two fives; the rest
+        1 4 - - -    1      1 0  2 3 4      only two are there
+    """
+    present = grade >= 0
+    wish = grade.astype(np.int64)                                   # a copy
     if pick is not None:
-        key[np.arange(n), pick] = 10**6
-    best = np.argsort(-key, axis=1, kind="stable")[:, :TOP]         # (n, TOP)
-    rank = np.where(grade >= 0, TOP, 10**6)                         # the rest keep their order: equal keys, stable sort
-    np.put_along_axis(rank, best, np.arange(best.shape[1])[None], 1)
-    return np.argsort(np.where(grade >= 0, rank, 10**6), axis=1, kind="stable")
+        wish[np.arange(len(grade)), pick] = 10**6                   # above every grade
+    first = np.argsort(-wish, axis=1, kind="stable")[:, :TOP]       # (n, TOP): who is put first
+    place = np.full(grade.shape, TOP)                               # equal places: a stable sort keeps pre-rank order
+    np.put_along_axis(place, first, np.arange(first.shape[1])[None], 1)
+    return np.argsort(np.where(present, place, TOP + 1), axis=1, kind="stable")
 
 
 def traces(s, tok, grade, pick=None, reasoning=True):
-    """Write the outputs of all rows: (n, L) with -1 for nothing. grade (n, k) numbers, -1 = not there. Without
-    reasoning only the answer is left, to show what writing the reasons first brings."""
-    n, k = grade.shape
+    """Write the outputs of all rows. Returns (n, L), -1 where a row has nothing. grade and pick: see order_by. Without
+    `reasoning` only the answer is written, to measure what it brings to write the reasons first."""
+    n = len(grade)
     pattern, lines = claims(s, tok)
-    verdict = np.where(grade >= 0, np.asarray(tok.grade)[grade], -1)
+    verdict = np.where(grade >= 0, np.asarray(tok.grade)[grade], -1)                        # (n, k)
     lines = np.concatenate([lines, verdict[:, :, None]], axis=2)    # (n, k, LINE)
     order = order_by(grade, pick)
-    there = np.take_along_axis(grade, order, 1) >= 0
-    answer = np.where(there, np.asarray(tok.slots)[order], -1)
+    answer = np.where(np.take_along_axis(grade, order, 1) >= 0, np.asarray(tok.slots)[order], -1)   # (n, k)
 
     def mark(token):
         return np.full((n, 1), token)
 
-    # Each place on <top> states its grade first: finding the best grade left, and then the first with that grade, are
-    # two easy steps where finding the candidate at once is a hard one (it was learned last, and half as well).
+    # Each place in <top> states a grade before a candidate. To find the best grade that is left, and then the first
+    # candidate with it, are two easy steps. To find the candidate at once was learned last, and half as well.
     graded = np.stack([np.take_along_axis(verdict, order, 1), answer], axis=2)[:, :TOP]     # (n, TOP, 2)
     reasons = [mark(tok.think), pattern, lines.reshape(n, -1), mark(tok.top), graded.reshape(n, -1)]
     return np.concatenate(reasons * reasoning + [mark(tok.answer), answer, mark(tok.eos)], axis=1)
 
 
-def longest_output(k):
-    """Tokens of an output about k candidates, to its <eos>. Nothing longer can be valid, so decoding stops there."""
-    return 8 + 2 * TOP + k * (LINE + 1)
+def longest_output(n_candidates):
+    """Tokens of an output about n_candidates, <eos> included. Nothing longer can be valid, so decoding stops there."""
+    return 8 + 2 * TOP + n_candidates * (LINE + 1)

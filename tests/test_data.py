@@ -14,8 +14,10 @@ import torch
 import ranking
 from conftest import write_publisher
 from data import amazon, dataset, prepare, retriever, semantic_ids, teacher
-from data.amazon import DataError
+from data import rows as rows_on_disk
 from data.tokenizer import Tokenizer, train_bpe
+from plumbing import settings
+from plumbing.settings import UserError
 
 CONFIG = dict(candidates=6, core=2, merges=40, sids=1, title_tokens=2)
 GOOD = {"reviews_A_5.json.gz": [json.dumps({"reviewerID": "u", "asin": a, "unixReviewTime": 0}) for a in "XYZ"],
@@ -23,7 +25,7 @@ GOOD = {"reviews_A_5.json.gz": [json.dumps({"reviewerID": "u", "asin": a, "unixR
 
 
 def put(folder, files):
-    """Lines (or raw bytes) into gzip files of a folder, which is returned."""
+    """Write lines, or raw bytes, into gzip files of a folder. Returns the folder."""
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         raw = content if isinstance(content, bytes) else gzip.compress("".join(f"{c}\n" for c in content).encode())
@@ -66,7 +68,7 @@ def tok(made):
 
 @pytest.fixture(scope="module")
 def shown(split_folder, tok):
-    """(Shown, what is said of items besides) of the training prefixes, some of their candidates removed."""
+    """(Shown, extra tokens of the items) of the training prefixes. Some of their candidates are removed."""
     cfg = prepare.DataConfig(data=str(split_folder), **CONFIG)
     split = amazon.load(split_folder)
     c, _, _, full = prepare.retrieve(prepare.sequences(split, cfg), split, cfg)
@@ -78,7 +80,7 @@ def shown(split_folder, tok):
 # === The split ========================================================================================================
 
 def test_publisher_to_split_and_back(tmp_path):
-    """Purchases of a day keep the file's order whatever the hour, items keep brand, path and title, gaps become ""."""
+    """Purchases of one day keep the file's order. Items keep brand, path and title, and what is missing becomes ""."""
     day = 86400
     bought = [("u", "Z", 2 * day + 50), ("u", "Y", 2 * day + 10), ("v", "X", -1), ("u", "X", day), ("u", "W", 2 * day)]
     meta = [{"asin": "X", "title": "Crème\tn° 1 > ×２ \ud83d 🧴", "brand": "L’Or", "categories": [["Beauty", "Bath"]]},
@@ -120,23 +122,23 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name,content,says", DAMAGE.values(), ids=DAMAGE)
 def test_damaged_publisher_files(tmp_path, monkeypatch, name, content, says):
-    """Each is refused in one line that names the file, code is not run, and an older split stays as it was."""
+    """Each damage is refused in one line that names the file. Code is not run, and an older split stays as it was."""
     monkeypatch.chdir(tmp_path)
     old = contents(put(tmp_path / "out", {"users.tsv.gz": ["old"], "items.tsv.gz": ["old"]}))
     folder = put(tmp_path / "s", {**GOOD, name: content})
-    with pytest.raises(DataError, match=f"{name}.*{says}"):
+    with pytest.raises(UserError, match=f"{name}.*{says}"):
         amazon.read_publisher(folder)
     with pytest.raises(SystemExit) as e:
-        amazon.main(["--source", str(folder), "--out", str(tmp_path / "out")])
+        settings.main(amazon.main, ["--source", str(folder), "--out", str(tmp_path / "out")])
     assert isinstance(e.value.code, str) and "\n" not in e.value.code
     assert contents(tmp_path / "out") == old and not (tmp_path / "ran").exists()
 
 
 def test_folder_without_the_one_pair(tmp_path):
-    """No folder, an empty one, one with two categories: said with what was found."""
+    """Without a folder, in an empty one, or with two categories, the message says how many files were found."""
     two = put(tmp_path / "two", {**GOOD, "meta_B.json.gz": []})
     for folder, found in ((tmp_path / "none", "0 and 0"), (put(tmp_path / "empty", {}), "0 and 0"), (two, "1 and 2")):
-        with pytest.raises(DataError, match=f"{folder}.*{found}"):
+        with pytest.raises(UserError, match=f"{folder}.*{found}"):
             amazon.read_publisher(folder)
 
 
@@ -159,12 +161,12 @@ def test_damaged_split(tmp_path, name, line, says):
     files = {"items.tsv.gz": ["A\t\t\t", "B\tb\tx > y\tt"], "users.tsv.gz": ["0\t0:1 1:1"]}
     assert amazon.load(put(tmp_path, files)).user == ["0"]
     files[f"{name}.tsv.gz"].append(line)
-    with pytest.raises(DataError, match=f"{name}.tsv.gz.*{says}"):
+    with pytest.raises(UserError, match=f"{name}.tsv.gz.*{says}"):
         amazon.load(put(tmp_path, files))
 
 
 def test_prepare_refuses_in_one_line(tmp_path, split_folder):
-    """Missing, empty or truncated splits and settings that cannot work: a line, and no folder of rows."""
+    """Bad splits, and settings that cannot work, end in one line, and no folder of rows is made."""
     bad = put(tmp_path / "bad", contents(split_folder))
     (bad / "users.tsv.gz").write_bytes((bad / "users.tsv.gz").read_bytes()[:-9])
     empty = put(tmp_path / "empty", {"items.tsv.gz": ["A\t\t\t"], "users.tsv.gz": []})
@@ -174,19 +176,19 @@ def test_prepare_refuses_in_one_line(tmp_path, split_folder):
                                 (split_folder, "--candidates 11", "--candidates 11"), (few, "--tries 0", "--tries"),
                                 (few, "--temperature 0", "--temperature"), (few, "--merges -1", "--merges")):
         with pytest.raises(SystemExit, match=says) as e:
-            prepare.main(["--data", str(folder), "--out", str(tmp_path / "run"), *flags.split()])
+            settings.main(prepare.main, ["--data", str(folder), "--out", str(tmp_path / "run"), *flags.split()])
         assert isinstance(e.value.code, str) and "\n" not in e.value.code and not (tmp_path / "run").exists()
 
 
 def test_rows_are_saved_whole_or_not(tmp_path, made, monkeypatch):
     """A failure while writing leaves the former rows, a kill while deleting those leaves the new ones."""
     sets, tok, summary = made
-    prepare.save(tmp_path / "data", sets, tok, summary)
+    rows_on_disk.save(tmp_path / "data", sets, tok, summary)
     old, inner, calls = contents(tmp_path / "data"), np.savez, []
     with monkeypatch.context() as m:
         m.setattr(np, "savez", lambda *a, **k: calls.append(1) or (inner(*a, **k) if len(calls) < 2 else 1 / 0))
         with pytest.raises(ZeroDivisionError):
-            prepare.save(tmp_path / "data", sets, tok, summary)
+            rows_on_disk.save(tmp_path / "data", sets, tok, summary)
     assert contents(tmp_path / "data") == old
 
     def killed(folder, **_):
@@ -195,16 +197,16 @@ def test_rows_are_saved_whole_or_not(tmp_path, made, monkeypatch):
     shutil.rmtree(tmp_path / "data.part")
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
         m.setattr(shutil, "rmtree", killed)
-        prepare.save(tmp_path / "data", sets, tok, {**summary, "new": 1})
-    assert json.loads((tmp_path / "data" / "summary.json").read_text())["new"] == 1
-    prepare.save(tmp_path / "data", sets, tok, summary)
+        rows_on_disk.save(tmp_path / "data", sets, tok, {**summary, "new": 1})
+    assert json.loads((tmp_path / "data" / "summary.json").read_text(encoding="utf-8"))["new"] == 1
+    rows_on_disk.save(tmp_path / "data", sets, tok, summary)
     assert contents(tmp_path / "data").keys() == old.keys() and [p.name for p in tmp_path.iterdir()] == ["data"]
 
 
 # === Odd users and catalogues =========================================================================================
 
 def test_one_purchase_and_ten_thousand(tmp_path):
-    """Who bought once is left out, a history of 10,000 is cut, and both are said."""
+    """A user with one purchase is left out, a history of 10,000 is cut, and the command says both."""
     rng, said = random.Random(0), []
     bought, about = amazon.read_publisher(write_publisher(tmp_path))
     asins = sorted({a for purchases in bought.values() for _, a in purchases})
@@ -219,7 +221,7 @@ def test_one_purchase_and_ten_thousand(tmp_path):
 
 
 def test_fewer_unseen_items_than_candidates(tmp_path):
-    """A catalogue that users exhaust, without brands or titles, purchases repeated: lists get short, never wrong."""
+    """Users buy almost all of a catalogue without brands or titles: lists of candidates get short, but never wrong."""
     rng = random.Random(1)
     amazon.write_split({f"U{u}": [(i, f"B{(u + i * rng.choice([1, 1, 2])) % 20}") for i in range(25)]
                         for u in range(60)}, {}, tmp_path)
@@ -237,8 +239,8 @@ def test_fewer_unseen_items_than_candidates(tmp_path):
 # === What may not matter ==============================================================================================
 
 def test_held_out_purchases_move_no_training_row(tmp_path, split_folder):
-    """The last two purchases of every user become others: training rows and tokens stay, byte for byte. (With a k-core
-    above 1, which items and users there are is decided on all purchases, as in the literature.)"""
+    """When the last two purchases of every user change, training rows and tokens stay, byte for byte. (The core
+    is 1 here, because a k-core counts all purchases, as in the literature, to choose users and items.)"""
     n = len(cells(split_folder / "items.tsv.gz"))
     lines = []
     for line in cells(split_folder / "users.tsv.gz"):
@@ -252,8 +254,8 @@ def test_held_out_purchases_move_no_training_row(tmp_path, split_folder):
 
 
 def test_neither_file_order_nor_numbers_nor_global_seeds_matter(tmp_path, split_folder, made):
-    """Lines of both files shuffled, items numbered anew (a user's number is a name and stays): the same rows, byte for
-    byte. Only the seed in the settings makes others."""
+    """Shuffled lines and new item numbers give the same rows, byte for byte (a user's number is a name and stays). Only
+    the seed in the settings changes them."""
     items, users = cells(split_folder / "items.tsv.gz"), cells(split_folder / "users.tsv.gz")
     rng, at = random.Random(3), list(range(len(items)))
     rng.shuffle(at), rng.shuffle(users)
@@ -273,7 +275,7 @@ def test_neither_file_order_nor_numbers_nor_global_seeds_matter(tmp_path, split_
 # === Retriever and semantic IDs =======================================================================================
 
 def test_counts_by_hand():
-    """Four users and a long one; who buys the same two again and again counts once."""
+    """Four users and a long one. A user who buys the same two items again and again counts once."""
     histories = [[0, 1, 2], [0, 1], [1, 0], [0, 3, 0, 3], list(range(4, 16))]
     r = retriever.Retriever(histories, SimpleNamespace(asin=range(16)), torch.zeros(16, 16))
     assert r.together[0, :4].tolist() == [0, 3, 1, 1] and torch.equal(r.together, r.together.T)
@@ -290,12 +292,12 @@ def test_counts_by_hand():
 
 
 def test_k_core_by_hand():
-    """What falls out takes others with it, until nothing changes."""
+    """What is dropped lets others fall below the limit, until nothing changes."""
     assert retriever.k_core({"a": [1, 2], "b": [2, 1], "c": [1, 3, 4], "d": [4]}, 2) == {"a": [1, 2], "b": [2, 1]}
 
 
 def test_prefixes_are_scored_without_their_user(split_folder, monkeypatch):
-    """Every fit on training prefixes is all training sequences but those it scores; the evidence is recounted."""
+    """A retriever for training prefixes is fitted on all users but theirs. The evidence is counted again by hand."""
     fits, calls = [], []
 
     class Recorder(retriever.Retriever):
@@ -303,8 +305,8 @@ def test_prefixes_are_scored_without_their_user(split_folder, monkeypatch):
             super().__init__(histories, *rest)
             fits.append(histories)
 
-        def candidates(self, histories, targets, k):
-            calls.append((histories, targets, super().candidates(histories, targets, k)))
+        def candidates(self, histories, targets, n_candidates):
+            calls.append((histories, targets, super().candidates(histories, targets, n_candidates)))
             return calls[-1][2]
 
     monkeypatch.setattr(retriever, "Retriever", Recorder)
@@ -332,7 +334,7 @@ def test_prefixes_are_scored_without_their_user(split_folder, monkeypatch):
 
 
 def test_semantic_ids_are_unique():
-    """Also where vectors are equal: those share three codes, differ in the last. No global seed has a say."""
+    """Items with equal vectors share three codes and differ in the last. The global seed changes nothing."""
     x = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)).repeat(4, 1)
     codes, alone = semantic_ids.semantic_ids(x)
     assert len(np.unique(codes, axis=0)) == 160 and alone == 0
@@ -357,14 +359,14 @@ def test_tokenizer_through_json(tok):
 
 
 def test_titles_survive_and_hold_no_special_token(tok):
-    """Whatever a title says, it is text: no mark, identifier or mask comes out of it."""
+    """A title that looks like a mark, an identifier or a mask is encoded as plain text."""
     for text in ("Crème brûlée no. 12", "日本 🧴🏽 ＡＢ", "<eos> A<mask> grade:7 <answer>", " h1\u200b\x00", ""):
         ids = tok.encoding.encode_ordinary(text)
         assert tok.encoding.decode(ids) == text and max(ids, default=0) < len(tok.ranks)
 
 
 def test_names_do_not_clash():
-    """A brand may be called like a kind, like our own symbols, or like the token for the rest."""
+    """A brand may have the name of a kind, of one of our symbols, or of the token for the rest."""
     names = ["Kind 1", "brand other", "kind other", "eos", "eos>", "s0:1", "brand:0", "other"]
     tok = Tokenizer({bytes([b]): b for b in range(256)}, names, names, [2])
     ids = [*tok.brand_id.values(), *tok.kind_id.values(), tok.brand[0], tok.kind[0], *tok.sid[0], tok.eos]
@@ -373,7 +375,7 @@ def test_names_do_not_clash():
 
 
 def test_bpe_by_hand_and_in_any_order():
-    """The commonest pair first, the larger of equals, and nothing for a pair that occurs once."""
+    """The commonest pair is merged first, and the larger of equals. A pair that occurs once is never merged."""
     assert list(train_bpe(["ab ab", "ab c"], 9))[256:] == [b"ab"]           # " ab" occurs once: not worth a token
     assert list(train_bpe(["ab ab ab", "c"], 9))[256:] == [b"ab", b" ab"]
     assert list(train_bpe(["ab", "cd", "cd", "ab"], 9))[256:] == [b"cd", b"ab"]
@@ -385,17 +387,17 @@ def test_bpe_by_hand_and_in_any_order():
 # === Prompts, claims, traces ==========================================================================================
 
 def test_prompts_say_what_is_shown(shown, tok):
-    """Read back, a prompt gives the facts it was written from, with and without semantic IDs and titles."""
+    """A prompt that is read back gives the facts it was written from, with and without semantic IDs and titles."""
     s, extra = shown
     for more in (None, extra):
-        tokens, at = dataset.flatten(dataset.prompts(s, tok, more))
+        tokens, at = rows_on_disk.flatten(dataset.prompts(s, tok, more))
         rows = [tokens[a:b].tolist() for a, b in zip(at, at[1:])]
         assert np.array_equal(everything(dataset.read_prompts(rows, tok, 6)), everything(s))
     assert (s.brand < 0).any() and (s.history_brand < 0).any()               # some had fewer than six, or than eight
 
 
 def test_claims_by_hand():
-    """The newest purchase's kind and brand with their counts in the history; matches of each candidate with it."""
+    """Kind and brand of the newest purchase are counted in the history, and so are those of each candidate."""
     tok = Tokenizer({bytes([b]): b for b in range(256)}, ["X", "Y"], ["P", "Q"], [])
     (o, x, y), (_, p, q) = tok.brand, tok.kind
     rest = {f: np.array([[1, 2, -1]]) for f in ("score", "pop", "like", "link", "together", "next")}
@@ -412,34 +414,34 @@ def test_claims_by_hand():
 @pytest.mark.parametrize("grade,pick,order", [
     ([3, 5, 5, 1, 5], None, [1, 2, 4, 0, 3]), ([3, 5, 5, 1, 5], 3, [3, 1, 2, 0, 4]), ([2, 2, 2, 2], None, [0, 1, 2, 3]),
     ([0, 0, 0, 0, 7], None, [4, 0, 1, 2, 3]), ([1, 4, -1], None, [1, 0, 2]), ([6, 7, -1, -1, -1], 0, [0, 1, 2, 3, 4]),
-    ([0, -1], None, [0, 1]), ([1, 2], None, [1, 0])])
+    ([0, -1], None, [0, 1]), ([1, 2], None, [1, 0]), ([-1, 5, 5, 5, 1], None, [1, 2, 3, 4, 0]),
+    ([3, 5, 5, 1, 5], 1, [1, 2, 4, 0, 3]), ([1, 4, -1, -1, -1], 1, [1, 0, 2, 3, 4])])
 def test_order_by_hand(grade, pick, order):
-    """The pick, then by grade with ties in pre-rank order, three in all; the rest, then the absent, as they came."""
+    """First come the pick and the best grades, three in all, then the rest in pre-rank order, then absent ones."""
     assert dataset.order_by(np.array([grade]), None if pick is None else np.array([pick]))[0].tolist() == order
 
 
 @pytest.mark.parametrize("n", range(1, 7))
 def test_traces_parse_and_are_true(shown, tok, n):
-    """Of n candidates, whatever the grades: a permutation, every claim borne out, the answer following from them."""
+    """Whatever the grades of n candidates are, the answer is a permutation that follows from true claims."""
     s = copy.deepcopy(shown[0])
     for f in dataset.FIELDS:
         getattr(s, f)[:, n:] = -1
-    there = s.brand >= 0
+    present = s.brand >= 0
     rng = np.random.default_rng(n)
-    grade = np.where(there, rng.integers(0, 8, there.shape), -1)
-    pick = rng.integers(0, there.sum(1))
+    grade = np.where(present, rng.integers(0, 8, present.shape), -1)
+    pick = rng.integers(0, present.sum(1))
     for p in (None, pick):
         outputs = [row[row >= 0].tolist() for row in dataset.traces(s, tok, grade, p)]
-        for out, order, k, first in zip(outputs, dataset.order_by(grade, p), there.sum(1), pick):
-            assert ranking.parse(out, tok, k).order == order[:k].tolist() and ranking.consistent(out, tok)
+        for out, order, n_shown, first in zip(outputs, dataset.order_by(grade, p), present.sum(1), pick):
+            assert ranking.parse(out, tok, n_shown).order == order[:n_shown].tolist() and ranking.consistent(out, tok)
             assert p is None or out[out.index(tok.answer) + 1] == tok.slots[first]
         prompts = [row[row >= 0].tolist() for row in dataset.prompts(s, tok)]
         assert ranking.grounding(prompts, outputs, tok, 6)["grounding"] == 1
 
 
 def test_without_reasoning_the_same_answers_stand_alone(split_folder, made, tok):
-    """--answer-only: the same prompts, outputs cut down to <answer> ... <eos>, other rows to a checkpoint. A setting at
-    its default is not part of the fingerprint, so one that is added later refuses no old weights."""
+    """--answer-only keeps the prompts, cuts outputs down to <answer> ... <eos>, and changes the fingerprint."""
     bare, bare_tok, summary = build(split_folder, answer_only=True)
     assert np.array_equal(bare["all"]["prompt"], made[0]["all"]["prompt"]) and bare_tok.state() == tok.state()
     assert summary["fingerprint"] != made[2]["fingerprint"] == build(split_folder, answer_only=False)[2]["fingerprint"]
@@ -450,20 +452,37 @@ def test_without_reasoning_the_same_answers_stand_alone(split_folder, made, tok)
 
 
 def test_prepared_rows(tmp_path, made, tok):
-    """On disk, outputs parse to a permutation of what the prompt shows; an accepted one starts with the purchase."""
-    prepare.save(tmp_path / "data", *made)
+    """Outputs on disk parse to a permutation of what the prompt shows. An accepted one starts with the purchase."""
+    rows_on_disk.save(tmp_path / "data", *made)
     for name in ("all", "accepted", "valid", "test"):
-        r = prepare.Rows(tmp_path / "data" / f"{name}.npz")
+        r = rows_on_disk.Rows(tmp_path / "data" / f"{name}.npz")
         for i in range(len(r)):
             prompt, output = r[i]
-            order = ranking.parse(output, tok, r.n[i]).order
-            assert sorted(order) == list(range(r.n[i])) and ranking.shown_counts([prompt], tok) == [r.n[i]]
+            order = ranking.parse(output, tok, r.n_shown[i]).order
+            assert sorted(order) == list(range(r.n_shown[i])) and ranking.shown_counts([prompt], tok) == [r.n_shown[i]]
             assert prompt[0] == tok.history and prompt[-1] == tok.rank and tok.pad not in prompt + output
             assert name != "accepted" or order[0] == r.target[i]
 
 
+def test_rejection_sampling_keeps_what_was_drawn(split_folder):
+    """More draws per prompt accept more traces, and few draws do not accept all."""
+    one, many = (build(split_folder, tries=tries)[2] for tries in (1, 64))
+    assert 0 < one["acceptance"] < many["acceptance"] <= 1 and one["accepted_rows"] < many["accepted_rows"]
+
+
+def test_drop_some_by_hand():
+    """The three rows of its docstring, with the lots that it shows."""
+    marks = np.array([[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, -1]])
+    lots = iter([np.zeros(3), np.array([[.7, .1, .4, .2], [.7, .1, .4, .2], [.3, .9, .5, .1]])])
+    rng = SimpleNamespace(random=lambda _: next(lots), integers=lambda low, high, n: np.full(n, 3))
+    history = np.zeros((3, 8), int)
+    s = dataset.Shown(history, history, **{f: marks.copy() for f in dataset.FIELDS})
+    new, target = dataset.drop_some(s, np.array([2, 0, 1]), 1, rng)
+    assert new.brand.tolist() == [[1, 2, 3, -1], [1, 2, 3, -1], [0, 1, 2, -1]] and target.tolist() == [1, -1, 1]
+
+
 def test_drop_some_keeps_order_and_target():
-    """Against the lists: who stays does so in order, three at least, and the target is found where it went."""
+    """At least three candidates stay, in their order, and the target is found where it went."""
     n, k = 400, 6
     mark = np.arange(n * k).reshape(n, k)
     mark[100:, 5:], mark[200:, 4:], mark[300:, 2:] = -1, -1, -1             # some are short already
@@ -485,8 +504,8 @@ def test_drop_some_keeps_order_and_target():
 # === Teacher ==========================================================================================================
 
 def test_teacher_judges_a_candidate_by_itself():
-    """Scores go with the candidates when these are reordered, and no other candidate moves them; what is learned is
-    which token marks the purchase; grades rise with scores."""
+    """Scores move with the candidates when these are reordered, and no other candidate changes them. The teacher learns
+    which token marks the purchase, and grades rise with scores."""
     g = torch.Generator().manual_seed(0)
     evidence, target = torch.randint(1, 40, (2048, 5, 8), generator=g), torch.randint(5, (2048,), generator=g)
     evidence[torch.arange(2048), target, 0] = 0
@@ -503,9 +522,9 @@ def test_teacher_judges_a_candidate_by_itself():
 
 
 def test_absent_candidates_are_never_drawn():
-    """However low the others score."""
-    there = torch.rand(200, 6, generator=torch.Generator().manual_seed(0)) < 0.4
-    there[:, 2] = True
-    score = torch.where(there, -5.0, 5.0)
-    draws = teacher.draw_picks(score, there, 1 / 3, 50, torch.Generator().manual_seed(0))
-    assert there.gather(1, draws).all() and (draws[there.sum(1) > 1] != 2).any()
+    """An absent candidate is not drawn, however low the others score."""
+    present = torch.rand(200, 6, generator=torch.Generator().manual_seed(0)) < 0.4
+    present[:, 2] = True
+    score = torch.where(present, -5.0, 5.0)
+    draws = teacher.draw_picks(score, present, 1 / 3, 50, torch.Generator().manual_seed(0))
+    assert present.gather(1, draws).all() and (draws[present.sum(1) > 1] != 2).any()

@@ -1,5 +1,6 @@
 """The conversion: the shift, the mask, the schedules, the loss and replay, each against something computed by hand."""
 import itertools
+import math
 
 import pytest
 import torch
@@ -22,10 +23,10 @@ def test_at_block_length_one_the_loss_is_ar(model, prompts, tok):
     text = diffusion.pack(p, o, tok, block_len=1)
     w = diffusion.token_weights(o, text.target.shape[1], tok, 0.5, 1.0, 0.0)
     want = sum((ar_loss(model, a, b, tok) * w[r, :len(b)]).sum() for r, (a, b) in enumerate(prompts))
-    assert torch.allclose(diffusion.loss_sum(model, text, w, tok), want, rtol=1e-4)
+    assert torch.allclose(diffusion.text_loss(model, text, w, tok), want, rtol=1e-4)
     # With canvases but B = 1 nothing can be masked: each is the AR input again.
     hidden = torch.ones(1, *text.target.shape, dtype=torch.bool)
-    assert torch.allclose(diffusion.loss_sum(model, text, w[None], tok, hidden), want, rtol=1e-4)
+    assert torch.allclose(diffusion.canvas_loss(model, text, w[None], hidden, tok), want, rtol=1e-4)
 
 
 def test_canvas_by_hand():
@@ -127,9 +128,9 @@ def test_padding_changes_nothing(model, prompts, tok):
         length = len(diffusion.pad_to_block(o[r], tok.eos, 4))
         w = torch.zeros_like(hidden, dtype=torch.float)
         w[:, r, :length] = hidden[:, r, :length].float()
-        alone = diffusion.loss_sum(model, diffusion.pack([p[r]], [o[r]], tok, 4), w[:, r:r + 1, :length], tok,
-                                   hidden[:, r:r + 1, :length])
-        loss = diffusion.loss_sum(model, together, w, tok, hidden)
+        alone = diffusion.canvas_loss(model, diffusion.pack([p[r]], [o[r]], tok, 4), w[:, r:r + 1, :length],
+                                      hidden[:, r:r + 1, :length], tok)
+        loss = diffusion.canvas_loss(model, together, w, hidden, tok)
         assert torch.isfinite(loss) and torch.allclose(alone, loss, rtol=1e-4)
     assert torch.isfinite(model(together.tokens, together.positions, together.mask)).all()          # pads: no NaN
 
@@ -140,7 +141,7 @@ def test_mean_loss_over_masks_equals_enumeration(model, prompts, tok):
 
     def loss(hidden):
         text = diffusion.pack([prompt], [output], tok, 2)
-        return float(diffusion.loss_sum(model, text, hidden.float(), tok, hidden).detach())
+        return float(diffusion.canvas_loss(model, text, hidden.float(), hidden, tok).detach())
     exact = {}
     for first in itertools.product([False, True], repeat=2):
         h = torch.tensor(first)[None]
@@ -183,7 +184,7 @@ def test_weights_and_tail(tok):
 def test_no_supervised_token_gives_zero(model, prompts, tok):
     text = diffusion.pack([prompts[0][0]], [prompts[0][1]], tok, 1)
     none = torch.zeros(1, *text.target.shape)
-    loss = diffusion.loss_sum(model, text, none[0], tok) + diffusion.loss_sum(model, text, none, tok, none.bool())
+    loss = diffusion.text_loss(model, text, none[0], tok) + diffusion.canvas_loss(model, text, none, none.bool(), tok)
     loss.backward()
     assert float(loss.detach()) == 0 and all(p.grad is None or not p.grad.any() for p in model.parameters())
 
@@ -221,3 +222,30 @@ def test_naive_mask_starts_at_the_mean(model, tok):
     diffusion.convert(model, tok)
     others = torch.cat((model.embed.weight[:tok.mask], model.embed.weight[tok.mask + 1:]))
     assert torch.allclose(model.embed.weight[tok.mask], others.mean(0), atol=1e-6)
+
+
+def test_the_smallest_noise_is_hidden_where_chance_hides_nothing():
+    """The example in draw_hidden's docstring: noise of a block of 4 and of a shorter last one, t = .1 in both."""
+    class Fixed:
+        draws = [torch.tensor([[.2, .2]]), torch.tensor([[.7, .3, .9, .5, .6, .2]])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "randperm", lambda n, generator: torch.zeros(n))
+        patch.setattr(torch, "rand", lambda *shape, generator: Fixed.draws.pop(0))
+        hidden, weight = diffusion.draw_hidden(1, 6, 4, None, "linear")
+    assert hidden[0, 0].tolist() == [False, True, False, False, False, True]
+    assert torch.allclose(weight[0, 0], 1 / torch.tensor([.264025] * 4 + [.505] * 2))
+
+
+# === Divergences ======================================================================================================
+
+def test_divergences_by_hand():
+    """Three tokens, one of which the teacher rules out; the order of the arguments matters."""
+    p, q = torch.tensor([[.5, .5, 0.0]]).log(), torch.tensor([[.25, .5, .25]]).log()
+    assert diffusion.divergence(p, q, "forward").item() == pytest.approx(.5 * math.log(2))
+    assert diffusion.divergence(q, torch.tensor([[.5, .25, .25]]).log(), "reverse").item() == pytest.approx(.25 * math.log(2))
+    middle = [.375, .5, .125]
+    want = .5 * (.5 * math.log(.5 / .375)) + .5 * (.25 * math.log(.25 / .375) + .25 * math.log(.25 / .125))
+    assert sum(middle) == 1 and diffusion.divergence(p, q, "jsd").item() == pytest.approx(want)
+    impossible = torch.tensor([[.5, .5, 0.0]]).log()                # -inf in both, as <mask> and <pad> are
+    for kind in diffusion.DIVERGENCES:
+        assert diffusion.divergence(p, impossible, kind).item() == pytest.approx(0, abs=1e-6)

@@ -1,16 +1,14 @@
-"""The judge, judged: every figure of the ladder passes through ranking.py, so its cases are worked out by hand."""
+"""The judge is judged: every figure of the ladder passes through ranking.py, so its cases are worked out by hand."""
 import itertools
 import math
 
 import numpy as np
 import pytest
-import torch
 
 import ranking
-from data import prepare
 from data.dataset import LINE
-from ranking import Parsed, bootstrap, consistent, grounding, ladder_row, metrics, order_row, parse, reward
-from sample import Rollout
+from data.rows import Rows
+from ranking import Parsed, consistent, grounding, metrics, parse, reward
 
 LETTERS = "ABCDEFGHIJ"
 
@@ -39,7 +37,7 @@ def put(output, at, token):
 
 def load(rows, name):
     """One set of traces: its Rows, prompts and outputs."""
-    r = prepare.Rows(rows / "data" / f"{name}.npz")
+    r = Rows(rows / "data" / f"{name}.npz")
     return r, *zip(*(r[i] for i in range(len(r))))
 
 
@@ -89,7 +87,14 @@ def test_parser_against_all_short_answers(tok):
     assert met == set(ranking.FAILURES) - {"overflow"} | {None}
 
 
-# === Metrics, reward, intervals =======================================================================================
+def test_only_a_failure_falls_back(tok):
+    """An answer is shown as it is, however bad; a failure shows the pre-rank order of as many as there were."""
+    assert ranking.order_shown(parse(answer(tok, "CBA"), tok, 3), 3) == [2, 1, 0]
+    for output in ([], answer(tok, "CB"), answer(tok, "CBB"), answer(tok, "CBAD")):
+        assert ranking.order_shown(parse(output, tok, 3), 3) == [0, 1, 2]
+
+
+# === Metrics and reward ===============================================================================================
 
 def test_metrics_by_hand():
     """Ranks 1, 2, 3, 11 and infinity; the discount is 1 / log2(1 + rank), and the cut at K is inclusive."""
@@ -107,21 +112,6 @@ def test_ties_count_against_the_target():
     for scores in ([0.5] * 10, [math.nan] * 10):
         assert [ranking.rank_by_score(scores, t) for t in range(10)] == [10] * 10
     assert [ranking.rank_by_score([.1, .9, .5, .5], t) for t in range(4)] == [4, 1, 3, 3]
-
-
-def test_plain_orders_as_rows():
-    """Floor, reverse, random and oracle over targets spread evenly on ten places."""
-    targets, rng = list(range(10)) * 60, np.random.default_rng(0)
-    floor = order_row("floor", [list(range(10))] * 600, targets)
-    reverse = order_row("reverse", [list(range(10))[::-1]] * 600, [0] * 600)
-    random = order_row("random", [rng.permutation(10).tolist() for _ in targets], targets)
-    oracle = order_row("oracle", [[t] + [c for c in range(10) if c != t] for t in targets], targets)
-    assert (floor["system"], floor["n"], floor["r1"], floor["r3"], floor["r5"]) == ("floor", 600, .1, .3, .5)
-    assert floor["ndcg3"] == pytest.approx(.2130930) and floor["tau"] is None
-    assert reverse["r5"] == reverse["ndcg5"] == 0
-    assert abs(random["r1"] - .1) < .04 and abs(random["r3"] - .3) < .06
-    assert oracle["r1"] == oracle["ndcg3"] == oracle["ndcg5"] == 1 and oracle["r1_ci"] == [1, 1]
-    assert floor["users"]["r1"] == [float(t == 0) for t in targets]
 
 
 @pytest.mark.parametrize("order,target,rank,fmt", [
@@ -150,23 +140,6 @@ def test_copying_earns_nothing_and_failing_costs_one():
     assert not ranking.copied(Parsed(order=[0, 2, 1]))
 
 
-def test_bootstrap():
-    """As wide as theory says, around the mean, the same for the same seed; narrower where users are paired."""
-    rng = np.random.default_rng(1)
-    a = (rng.random(400) < .3).astype(float)
-    b = np.where(rng.random(400) < .05, 1 - a, a)                   # the same users, a few of them different
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    lo, hi = bootstrap(a)
-    assert lo < a.mean() < hi and (hi - lo) == pytest.approx(2 * 1.96 * a.std() / 20, rel=.1)
-    low, high = bootstrap(b, a)
-    assert low < (b - a).mean() < high and high - low < .6 * (hi - lo)
-    assert [low, high] == pytest.approx(bootstrap((b - a).tolist())) and bootstrap(a, a) == [0, 0]
-    c = rng.random(50)
-    assert bootstrap(c) == bootstrap(c) != bootstrap(c, seed=1) and bootstrap([.7]) == [.7, .7]
-    assert torch.equal(before, torch.get_rng_state())               # it leaves the global generator alone
-
-
 # === Grounding ========================================================================================================
 
 def test_teacher_is_grounded_and_consistent(rows, tok):
@@ -175,13 +148,13 @@ def test_teacher_is_grounded_and_consistent(rows, tok):
         r, prompts, outputs = load(rows, name)
         assert set(grounding(prompts, outputs, tok, 6).values()) == {1.0}, name
         assert all(consistent(o, tok) for o in outputs), name
-        assert ranking.shown_counts(prompts, tok) == r.n.tolist()
-        orders = [parse(o, tok, n).order for o, n in zip(outputs, r.n)]
+        assert ranking.shown_counts(prompts, tok) == r.n_shown.tolist()
+        orders = [parse(o, tok, n).order for o, n in zip(outputs, r.n_shown)]
         assert None not in orders
-        grades = [[tok.grade.index(o[4 + LINE * (j + 1)]) for j in range(n)] for o, n in zip(outputs, r.n)]
+        grades = [[tok.grade.index(o[4 + LINE * (j + 1)]) for j in range(n)] for o, n in zip(outputs, r.n_shown)]
         greedy = all(order[0] == np.argmax(g) for order, g in zip(orders, grades))
         assert greedy == (name != "accepted")                       # so drawn picks are among those
-        assert name != "all" or min(r.n) < 6 == max(r.n)            # and short lists among these
+        assert name != "all" or min(r.n_shown) < 6 == max(r.n_shown)     # and short lists among these
 
 
 def test_one_wrong_claim_costs_its_part(prompts, tok):
@@ -222,18 +195,18 @@ def test_lines_elsewhere_missing_or_after_the_end_are_wrong(prompts, tok):
     assert right(head + sum(line[:4], []) + tail) == total - 10                             # two lines missing
     assert right(output[:5 + LINE * 2 + 3]) == 2 + 10 + 1                           # cut within a line
     assert right([]) == right([tok.eos]) == right([tok.pad] * 500) == right(list(range(tok.vocab))) == 0
-    assert right(output[:5 + LINE] + [tok.eos] + output[6 + LINE:]) == 2 + 5                            # the rest comes too late
+    assert right(output[:5 + LINE] + [tok.eos] + output[6 + LINE:]) == 2 + 5                # the rest comes too late
     assert right(output + [tok.slots[0]] * 30) == total
 
 
 def test_grounding_is_a_share_of_all_claims(prompts, tok):
     """Over outputs of unequal size every claim weighs the same, and an empty output loses all of its own."""
     (short, said), (long, _) = prompts[0], prompts[-1]
-    [n, k] = ranking.shown_counts([short, long], tok)
-    assert n < k == 6
-    g = grounding([short, long], [said, []], tok, k)
-    assert g["grounding"] == pytest.approx((2 + 5 * n) / (4 + 5 * n + 5 * k))
-    assert g["pattern"] == .5 and g["brand"] == g["next"] == pytest.approx(n / (n + k))
+    [few, many] = ranking.shown_counts([short, long], tok)
+    assert few < many == 6
+    g = grounding([short, long], [said, []], tok, many)
+    assert g["grounding"] == pytest.approx((2 + 5 * few) / (4 + 5 * few + 5 * many))
+    assert g["pattern"] == .5 and g["brand"] == g["next"] == pytest.approx(few / (few + many))
 
 
 # === Consistency ======================================================================================================
@@ -272,81 +245,3 @@ def test_consistency_of_broken_outputs(tok):
     for said in ([], [tok.eos], [tok.top], [tok.top, tok.answer, tok.eos], [tok.answer, tok.top, tok.eos], swapped,
                  good[:-1], good[:40], [tok.top] * 99, list(range(tok.vocab))):
         assert not consistent(said, tok)
-
-
-# === Rows of the ladder ===============================================================================================
-
-@pytest.fixture
-def judged(prompts, tok):
-    """Five rollouts of one prompt: (prompts, rollouts, targets). Valid with the target first, valid with it second, cut
-    off with it first shown, a duplicate with it third shown, and the pre-rank order copied with it second."""
-    prompt, trace = next((p, o) for p, o in prompts[::-1] if parse(o, tok, 6).order not in (None, list(range(6))))
-    order = parse(trace, tok, 6).order
-    outputs = [trace, trace, trace[:-1], answer(tok, "AABCDE"), answer(tok, "ABCDEF")]
-    rollouts = [Rollout(o, nfe=10 * (i + 1)) for i, o in enumerate(outputs)]
-    return [prompt] * 5, rollouts, [order[0], order[1], 0, 2, 1]
-
-
-def test_ladder_row_by_hand(judged, tok):
-    """Failures fall back to the pre-rank order in the accuracy, are misses in the strict figure, and are counted."""
-    prompts, rollouts, targets = judged
-    row = ladder_row("x", prompts, rollouts, targets, tok, 6, tau=0.9)
-    assert row["users"]["r1"] == [1, 0, 1, 0, 0] and row["r1"] == .4 and row["r3"] == 1 and row["n"] == 5
-    second = 1 / math.log2(3)
-    assert row["ndcg3"] == pytest.approx((1 + second + 1 + .5 + second) / 5)
-    assert row["users"]["ndcg3"] == pytest.approx([1, second, 1, .5, second])
-    assert row["ndcg3_strict"] == pytest.approx((1 + second + second) / 5)
-    assert row["valid"] == .6 and row["failures"] == {"no_eos": .2, "duplicate": .2} and row["copy_rate"] == .2
-    assert row["tau"] == .9 and row["consistency"] == .4 and row["grounding"] == pytest.approx(.6)
-    assert row["grounding_parts"] == pytest.approx({p: .6 for p in ranking.CLAIMS})
-    tokens = sum(len(r.tokens) for r in rollouts)
-    assert row["nfe"] == 30 and row["tokens"] == tokens / 5 and row["tokens_per_nfe"] == pytest.approx(tokens / 150)
-    written = ladder_row("teacher", prompts, [Rollout(r.tokens) for r in rollouts], targets, tok, 6)
-    assert "nfe" not in written and "tokens_per_nfe" not in written
-    assert written["tokens"] == row["tokens"]
-
-
-def test_only_a_failure_falls_back(tok):
-    """An answer is shown as it is, however bad; a failure shows the pre-rank order of as many as there were."""
-    assert ranking.order_shown(parse(answer(tok, "CBA"), tok, 3), 3) == [2, 1, 0]
-    for output in ([], answer(tok, "CB"), answer(tok, "CBB"), answer(tok, "CBAD")):
-        assert ranking.order_shown(parse(output, tok, 3), 3) == [0, 1, 2]
-
-
-def test_difference_is_paired_with_the_other_row(judged, tok):
-    """Mean and interval of this row minus that one, user by user."""
-    row = ladder_row("x", *judged, tok, 6)                          # hits 1, 0, 1, 0, 0
-    other = order_row("y", [[0, 1]] * 5, [1, 1, 0, 0, 1])           # hits 0, 0, 1, 1, 0
-    mean, interval = ranking.difference(row, other)
-    assert mean == pytest.approx(0) and interval == bootstrap([1, 0, 0, -1, 0])
-    assert ranking.difference(row, row) == (0, [0, 0])
-    mean, interval = ranking.difference(row, other, "ndcg3")        # 1, s, 1, .5, s against s, s, 1, 1, s
-    first = 1 - 1 / math.log2(3)
-    assert mean == pytest.approx((first - .5) / 5) and interval == pytest.approx(bootstrap([first, 0, 0, -.5, 0]))
-    mean, (_, high) = ranking.difference(order_row("w", [[1, 0]] * 4, [0] * 4), order_row("b", [[0, 1]] * 4, [0, 0, 0, 1]))
-    assert mean == -.75 and high <= 0
-
-
-def test_table_and_ladder_print(judged, tok, capsys):
-    """A line a row, aligned, blank where a system has no value; below it the differences and how outputs failed."""
-    prompts, rollouts, targets = judged
-    floor = order_row("floor", [list(range(6))] * 5, [0, 1, 1, 2, 1])
-    teacher = ladder_row("teacher", prompts, [Rollout(r.tokens) for r in rollouts], targets, tok, 6)
-    ar = ladder_row("ar", *judged, tok, 6)
-    cft = ladder_row("cft", *judged, tok, 6, tau=0.9)
-    lines = ranking.table([floor, teacher, ar, cft]).split("\n")
-    assert len(lines) == 5 and len({len(line) for line in lines}) == 1
-    assert lines[1].split() == ["floor", "0.200", "[{:.3f},".format(floor["r1_ci"][0]),
-                                "{:.3f}]".format(floor["r1_ci"][1]), "1.000", "{:.3f}".format(floor["ndcg3"])]
-    assert lines[2].split()[-4:] == ["60.0%", "60.0%", "40.0%", "20.0%"] and lines[2].endswith(" " * 16)
-    assert lines[3].split()[-2:] == ["30.0", "{:.1f}".format(ar["tokens_per_nfe"])] and lines[3][16:21].strip() == ""
-    assert lines[4][16:21].strip() == "0.90"
-    ranking.show_ladder([floor, teacher, ar, cft], hit_rate=.1)
-    said = capsys.readouterr().out
-    assert said.startswith("\n".join(lines)) and "ar: R@1 on all users 0.0400 (floor 0.0200)" in said
-    assert "cft, tau 0.90: R@1 on all users" in said
-    assert "minus ar, paired, 95% interval: R@1 +0.0000 [+0.0000, +0.0000], NDCG@3 +0.0000 [+0.0000, +0.0000]" in said
-    assert said.count("failures: no_eos 20.00%, duplicate 20.00%") == 2 and said.count("minus floor, paired") == 2
-    assert said.count("R@1 +0.2000") == 2
-    timed = ranking.table([floor, ar | {"speedup": 1.0}, cft | {"speedup": 7.25}]).split("\n")
-    assert timed[0].endswith("speed-up") and timed[1].endswith(" " * 10) and timed[3].split()[-1] == "7.25"

@@ -5,15 +5,16 @@ import math
 import pytest
 import torch
 
-import checkpoint
 import diffusion
 import ranking
 import sample
-import stage
 import train_cft
 import train_opd
 import train_rl
-from data import prepare
+from conftest import link
+from data.rows import Rows
+from plumbing.settings import UserError
+from train_rl import Episode
 
 
 class Settings:
@@ -52,51 +53,68 @@ def test_clipped_loss_by_hand():
 
 
 @pytest.fixture
-def roll_out(model, rows, tok):
-    """Settings -> rollouts of three prompts with a purchase among the candidates, <eos> made likely so that rows end."""
+def play(model, rows, tok):
+    """Settings -> groups of three prompts with a purchase among the candidates, <eos> made likely so that rows end."""
     model.embed.weight.data[tok.eos] = model.embed.weight.data.mean(0) + 1.0
-    r = prepare.Rows(rows / "data" / "all.npz")
+    r = Rows(rows / "data" / "all.npz")
     chosen = [i for i in range(len(r)) if r.target[i] >= 0][:3]
-    return lambda s: train_rl.roll_out(model, r, chosen, tok, s, 7, 3)
+    return lambda s: train_rl.play(model, r, chosen, tok, s, 7, 3)
 
 
 @pytest.fixture
-def batch(roll_out):
-    return roll_out(Settings)
+def groups(play):
+    return play(Settings)
 
 
-def test_rollouts_are_judged_and_kept(batch, tok):
-    """Four a prompt, all different, of this policy's version; what is no permutation has -1 and is still there."""
-    assert batch.version == 7 and batch.rewards.shape == (3, 4)
-    counts = ranking.shown_counts(batch.prompts, tok)
-    for group, parsed, rewards, n, t in zip(batch.rollouts, batch.parsed, batch.rewards, counts, batch.targets):
-        assert len({tuple(r.tokens) for r in group}) > 1
-        for r, p, reward in zip(group, parsed, rewards):
-            assert p == ranking.parse(r.tokens, tok, n)
-            assert float(reward) == (-1 if p.failure else pytest.approx(ranking.reward(p, t, n)["total"]))
-    told = train_rl.describe(batch, torch.tensor([True, False, True]), 4)
+def give(group, advantages):
+    """The group, with these advantages."""
+    for e, a in zip(group, advantages):
+        e.advantage = a
+    return group
+
+
+def test_rollouts_are_judged_and_kept(groups, tok):
+    """Four per prompt, all different; what is no permutation has -1 and is still there."""
+    assert [len(group) for group in groups] == [4, 4, 4]
+    for group in groups:
+        [n_shown] = ranking.shown_counts([group[0].prompt], tok)
+        assert len({tuple(e.rollout.tokens) for e in group}) > 1
+        for e in group:
+            assert e.prompt == group[0].prompt and e.target == group[0].target
+            assert e.parsed == ranking.parse(e.rollout.tokens, tok, n_shown)
+            assert e.reward == ranking.reward(e.parsed, e.target, n_shown)
+    told = train_rl.describe(groups, groups[:2], 4)
     replayed = one_by_one = 0
-    for prompt, group in zip(batch.prompts, batch.rollouts):
-        for r in group:                                             # one forward a step: over all up to the active block
-            steps = [max(r.step[at:at + 4]) + 1 for at in range(0, len(r.canvas), 4)]
-            assert sum(steps) == r.nfe
-            replayed += len(prompt) + len(r.canvas) + 4 * r.nfe
-            one_by_one += sum(n * (len(prompt) + 4 * (block + 1)) for block, n in enumerate(steps))
+    for e in (e for group in groups for e in group):                # one forward per step: over all up to the active block
+        steps = [max(e.rollout.step[at:at + 4]) + 1 for at in range(0, len(e.rollout.canvas), 4)]
+        assert sum(steps) == e.rollout.nfe
+        replayed += len(e.prompt) + len(e.rollout.canvas) + 4 * e.rollout.nfe
+        one_by_one += sum(n * (len(e.prompt) + 4 * (block + 1)) for block, n in enumerate(steps))
     assert told["replay_share"] == pytest.approx(replayed / one_by_one)
     assert told["groups"] == 3 and told["dropped_groups"] == 1
     assert told["valid"] == 0 and told["reward"] == told["reward_invalid"] == -1
+
+
+def test_groups_are_normalised_and_dropped(groups):
+    """Each Episode gets its own advantage; a group with equal rewards is not among those that are kept."""
+    for group, totals in zip(groups, ([1.0, 0, 0, -1], [-1.0] * 4, [.3, .3, .3, -1])):
+        for e, total in zip(group, totals):
+            e.reward = {"total": total}
+    assert train_rl.normalise(groups, "mean") == [groups[0], groups[2]]
+    assert [e.advantage for e in groups[2]] == pytest.approx([.325] * 3 + [-.975])
+    train_rl.normalise(groups, "std")
+    assert [e.advantage for e in groups[0]] == pytest.approx([math.sqrt(2), 0, 0, -math.sqrt(2)])
 
 
 def test_copies_are_counted_by_case():
     """Apart where the target was first already; a case that no user is of is not said to be 0."""
     copy, other = ranking.Parsed([0, 1, 2], None), ranking.Parsed([2, 1, 0], None)
     run = sample.Rollout(tokens=[5], canvas=[5], step=[0], logprob=[0.0], nfe=1)
-    parts = [dict(rank=0.0, format=0.0, invalid=0.0)] * 2
+    nothing = dict(rank=0.0, format=0.0, invalid=0.0, total=0.0)
 
     def told(targets, parsed):
-        n = len(targets)
-        b = train_rl.Batch(0, [[1, 2]] * n, [[run] * 2] * n, torch.zeros(n, 2), [parts] * n, parsed, targets)
-        return train_rl.describe(b, torch.ones(n, dtype=torch.bool), 1)
+        groups = [[Episode([1, 2], t, run, p, nothing) for p in group] for t, group in zip(targets, parsed)]
+        return train_rl.describe(groups, groups, 1)
     found = told([0, 2], [[copy, copy], [copy, other]])
     assert found["copy_rate_target_first"] == 1 and found["copy_rate_target_later"] == .5
     found = told([2], [[copy, other]])
@@ -104,26 +122,26 @@ def test_copies_are_counted_by_case():
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_first_ratio_is_one_and_stops_at_eos(model, roll_out, tok, temperature):
+def test_first_ratio_is_one_and_stops_at_eos(model, play, tok, temperature):
     """Before any update the replay gives what was recorded, at the temperature at which it was drawn, for each token up
     to and with <eos> and none beyond it."""
     s = type("S", (Settings,), {"temperature": temperature})
-    batch = roll_out(s)
-    for prompt, group in zip(batch.prompts, batch.rollouts):
-        logp, chosen, row, old = train_rl.replayed(model, [prompt] * 4, group, tok, s)
+    groups = play(s)
+    for group in groups:
+        logp, chosen, row, old = train_rl.replayed(model, group, tok, s)
         assert torch.allclose((chosen - old).exp(), torch.ones_like(old), atol=1e-5)
-        assert torch.bincount(row, minlength=4).tolist() == [len(r.tokens) for r in group]
-    ended = [r for group in batch.rollouts for r in group if r.tokens[-1] == tok.eos and len(r.tokens) < len(r.canvas)]
-    assert ended                                                    # so there was a tail to leave out
+        assert torch.bincount(row, minlength=4).tolist() == [len(e.rollout.tokens) for e in group]
+    rollouts = [e.rollout for group in groups for e in group]
+    assert any(r.tokens[-1] == tok.eos and len(r.tokens) < len(r.canvas) for r in rollouts)     # a tail to leave out
 
 
-def test_a_step_makes_the_better_rollout_likelier(model, batch, tok):
+def test_a_step_makes_the_better_rollout_likelier(model, groups, tok):
     """Plain gradient on one group: what had the higher reward gains probability against what had the lower."""
-    prompts, group = [batch.prompts[0]] * 4, batch.rollouts[0]
+    group = groups[0]
     advantage, _ = train_rl.advantages(torch.tensor([[1.0, -1.0, 0.0, 0.0]]))
 
     def likely():
-        _, chosen, row, old = train_rl.replayed(model, prompts, group, tok, Settings)
+        _, chosen, row, old = train_rl.replayed(model, group, tok, Settings)
         return torch.stack([chosen[row == r].sum() for r in range(4)]), chosen, row, old
     before, chosen, row, old = likely()
     loss, _ = train_rl.policy_loss(chosen, old, advantage[0][row], 0.2)
@@ -137,63 +155,50 @@ def test_a_step_makes_the_better_rollout_likelier(model, batch, tok):
     assert after[0] - before[0] > 0 > after[1] - before[1]
 
 
-def test_group_loss_by_hand(model, batch, tok):
+def test_group_loss_by_hand(model, groups, tok):
     """The sum over all tokens of a group, divided by their number: a longer rollout weighs more. Entropy and the KL to
     other weights against a plain sum over the vocabulary."""
     other = copy.deepcopy(model)
     for p in other.parameters():
         p.data += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(3))
-    prompt, group, advantage = batch.prompts[0], batch.rollouts[0], torch.tensor([1.0, -2.0, 0.5, 0.5])
-    loss, watch = train_rl.group_loss(model, prompt, group, advantage, tok, type("S", (Settings,), {"epsilon": 0.2, "kl_weight": 0.0}), other)
-    n = [len(r.tokens) for r in group]
+    group, advantage = groups[0], [1.0, -2.0, 0.5, 0.5]
+    s = type("S", (Settings,), {"epsilon": 0.2, "kl_weight": 0.0})
+    loss, watch = train_rl.group_loss(model, give(group, advantage), tok, s, other)
+    n = [len(e.rollout.tokens) for e in group]
     assert len(set(n)) > 1                                          # or the mean of means would do as well
-    assert loss.item() == pytest.approx(-sum(k * a for k, a in zip(n, advantage.tolist())) / sum(n), abs=1e-4)
-    p, q = (train_rl.replayed(m, [prompt] * 4, group, tok, Settings)[0].double() for m in (model, other))
+    assert loss.item() == pytest.approx(-sum(k * a for k, a in zip(n, advantage)) / sum(n), abs=1e-4)
+    p, q = (train_rl.replayed(m, group, tok, Settings)[0].double() for m in (model, other))
     finite = p > -1e30
     assert watch["tokens"] == sum(n) and watch["clipped"] == 0 and watch["ratio_off"] < 1e-5
     assert watch["entropy"] == pytest.approx(-(p.exp() * p)[finite].sum().item(), rel=1e-4)
     kl = (p.exp() * (p - q))[finite].sum().item()
     assert watch["kl_to_start"] == pytest.approx(kl, rel=1e-3) and kl > 0
-    s = type("S", (Settings,), {"epsilon": 0.2, "kl_weight": 2.0})
-    anchored, _ = train_rl.group_loss(model, prompt, group, advantage, tok, s, other)
+    s.kl_weight = 2.0
+    anchored, _ = train_rl.group_loss(model, group, tok, s, other)
     assert (anchored - loss).item() == pytest.approx(2 * kl / sum(n), rel=1e-3)
     model.zero_grad()
-    train_rl.group_loss(model, prompt, group, 0 * advantage, tok, s, other)[0].backward()    # the anchor alone pulls
+    train_rl.group_loss(model, give(group, [0.0] * 4), tok, s, other)[0].backward()      # the anchor alone pulls
     assert all(torch.isfinite(p.grad).all() for p in model.parameters()) and any(p.grad.any() for p in model.parameters())
     assert all(p.grad is None for p in other.parameters())          # nor does <mask>, impossible in both, give NaN above
 
 
-def test_a_share_holds_its_groups(batch):
-    """Two steps on three groups take the first and the second: the third is left over, none is taken twice."""
-    first, second = batch.share(0, 2), batch.share(1, 2)
-    assert first.prompts == batch.prompts[:1] and second.prompts == batch.prompts[1:2] and second.version == batch.version
-    assert torch.equal(second.rewards, batch.rewards[1:2]) and second.targets == batch.targets[1:2]
+def test_means_weigh_groups_by_their_tokens():
+    watched = [{"tokens": 3, "entropy": 6.0, "ratio_off": .1}, {"tokens": 1, "entropy": 6.0, "ratio_off": .3}]
+    assert train_rl.means(watched) == {"entropy": 3.0, "ratio_off": .3} and train_rl.means([]) == {}
 
 
 # === Distillation =====================================================================================================
 
-def test_divergences_by_hand():
-    """Three tokens, one of which the teacher rules out; the order of the arguments matters."""
-    p, q = torch.tensor([[.5, .5, 0.0]]).log(), torch.tensor([[.25, .5, .25]]).log()
-    assert train_opd.divergence(p, q, "forward").item() == pytest.approx(.5 * math.log(2))
-    assert train_opd.divergence(q, torch.tensor([[.5, .25, .25]]).log(), "reverse").item() == pytest.approx(.25 * math.log(2))
-    middle = [.375, .5, .125]
-    want = .5 * (.5 * math.log(.5 / .375)) + .5 * (.25 * math.log(.25 / .375) + .25 * math.log(.25 / .125))
-    assert sum(middle) == 1 and train_opd.divergence(p, q, "jsd").item() == pytest.approx(want)
-    impossible = torch.tensor([[.5, .5, 0.0]]).log()                # -inf in both, as <mask> and <pad> are
-    for kind in train_opd.KINDS:
-        assert train_opd.divergence(p, impossible, kind).item() == pytest.approx(0, abs=1e-6)
-
-
-@pytest.mark.parametrize("kind", train_opd.KINDS)
-def test_distil_equals_a_plain_loop(model, batch, tok, kind):
+@pytest.mark.parametrize("kind", diffusion.DIVERGENCES)
+def test_distil_equals_a_plain_loop(model, groups, tok, kind):
     """Token by token: the teacher's causal distribution against the student's on the canvas, weighted; nothing after
     <eos>; the teacher gets no gradient."""
     s = type("S", (Settings,), {"kl": kind})
     teacher = copy.deepcopy(model)
     for p in teacher.parameters():
         p.data += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(3))
-    prompts, rollouts = batch.prompts[:2], [batch.rollouts[0][0], batch.rollouts[1][1]]
+    pair = groups[0][0], groups[1][1]
+    prompts, rollouts = [e.prompt for e in pair], [e.rollout for e in pair]
     w = diffusion.token_weights([r.tokens for r in rollouts], max(len(r.tokens) for r in rollouts), tok, 0.5, 1.0, 0.0)
     loss = train_opd.distil(model, teacher, prompts, rollouts, w, tok, s)
     want = 0.0
@@ -205,7 +210,7 @@ def test_distil_equals_a_plain_loop(model, batch, tok, kind):
         q, _, _, place = diffusion.replay(model, [prompt], [r], tok, 4)
         for i, student in zip(place.tolist(), q.log_softmax(-1)):
             w = 1.0 if tok.answer in r.tokens[:i + 1] else 0.5
-            want += w * train_opd.divergence(p[i][None], student[None], kind).item()
+            want += w * diffusion.divergence(p[i][None], student[None], kind).item()
         assert sorted(place.tolist()) == list(range(len(r.tokens)))
     assert loss.item() == pytest.approx(want, rel=1e-3)
     loss.backward()
@@ -226,11 +231,11 @@ def test_distil_equals_a_plain_loop(model, batch, tok, kind):
                                              (train_opd.main, ["--temperature", "0"], "--temperature 0"),
                                              (train_opd.main, ["--group", "0"], "--group 0"),
                                              (train_opd.main, ["--name", "../x"], "--name ../x"),
-                                             (train_opd.main, ["--name", "cft"], "--name cft: these weights"),
-                                             (train_cft.main, ["--name", "ar"], "--name ar: these weights"),
+                                             (train_opd.main, ["--name", "cft"], "--name cft: the stage works from these weights"),
+                                             (train_cft.main, ["--name", "ar"], "--name ar: the stage works from these weights"),
                                              (train_cft.main, ["--full", "7"], "--full 7"),
                                              (train_cft.main, ["--tail", "-1"], "--tail -1")])
 def test_mistakes_are_named(main, flags, says, rows, tmp_path):
-    (tmp_path / "data").symlink_to(rows / "data")
-    with pytest.raises(checkpoint.UserError, match=says):
+    link(rows, tmp_path, "data")
+    with pytest.raises(UserError, match=says):
         main(["--preset", "mini", "--out", str(tmp_path), "--device", "cpu", *flags])

@@ -8,7 +8,7 @@ from sample import Decoder, decode
 
 
 def plain_ar(model, prompt, tok, max_len):
-    """One full forward a token, no cache: what the decoder at block length 1 has to reproduce."""
+    """One full forward per token, without a cache: the decoder at block length 1 must give the same."""
     tokens, n = list(prompt), 0
     while len(tokens) - len(prompt) < max_len:
         x = torch.tensor([tokens])
@@ -23,7 +23,7 @@ def plain_ar(model, prompt, tok, max_len):
 
 
 def plain_blocks(model, prompt, tok, b, tau, blocks):
-    """Block decoding without cache: every step packs prompt, finished blocks and the canvas anew, with the training mask.
+    """Block decoding without a cache: every step packs prompt, finished blocks and canvas anew, with training's mask.
     Returns the canvas, the log-probabilities and the number of forwards."""
     y, logp, nfe = [], [], 0
     for block in range(blocks):
@@ -112,7 +112,7 @@ def test_nfe_counts_forwards_and_each_step_commits(model, prompts, tok):
     [r] = decode(model, [prompts[3][0]], tok, block_len=4, tau=1.0, max_len=12)
     model.forward = inner
     assert r.nfe == len(calls) - 1                                  # the first forward is the prefill
-    for lo in range(0, len(r.step), 4):                             # tau = 1: one commit a step, all steps used
+    for lo in range(0, len(r.step), 4):                             # tau = 1: one commit per step, all steps used
         assert sorted(r.step[lo:lo + 4]) == [0, 1, 2, 3]
 
 
@@ -146,8 +146,9 @@ def test_only_the_active_block_changes(model, prompts, tok):
     def watch(d):
         if not d.alive[0]:                                          # a row that has stopped idles on an open canvas
             return
-        p = d.p + 4 * (int(d.block[0]) - 1)
-        seen.append((int(d.block[0]), list(d.out[0].canvas), d.tokens[0].clone(), d.open[0].clone(), p, d.cache.k.clone()))
+        p = d.prompt_slots + 4 * (int(d.block[0]) - 1)
+        seen.append((int(d.block[0]), list(d.out[0].canvas), d.tokens[0].clone(), d.open[0].clone(), p,
+                     d.cache.k.clone()))
     Decoder(model, [prompts[2][0]], tok, 4, 0.05, 16).run(watch)
     steps = 0
     for (block, canvas, tokens, open_, p, k), (block2, canvas2, tokens2, open2, _, k2) in zip(seen, seen[1:]):

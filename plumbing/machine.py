@@ -1,26 +1,17 @@
-"""What this machine offers: a device, the dtype that is faster on it, a clock that waits for it."""
+"""What this machine offers: the dtype that is faster on it, and a clock that waits for the device."""
 import time
 
 import torch
 
-from checkpoint import UserError
-
-
-def check_device(name):
-    try:
-        torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError) as e:
-        raise UserError(f"--device {name}: {str(e).splitlines()[0][:100]}; leave the flag out to take what there is")
-
 
 def wait_for(device):
-    """A GPU works on while Python goes on: before reading a clock, wait for it."""
+    """A GPU works on while Python goes on, so wait for it before reading a clock."""
     if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
 
 
 def matmul_rate(device, dtype, seconds=0.15):
-    """Measured floating-point operations a second of a matrix product of this model's kind of shape."""
+    """Measured floating-point operations per second of a matrix product with shapes like this model's."""
     a, b = (torch.randn(shape, device=device, dtype=dtype) for shape in ((2048, 512), (512, 512)))
     done, start = 0, None
     while start is None or time.time() - start < seconds:
@@ -31,8 +22,11 @@ def matmul_rate(device, dtype, seconds=0.15):
 
 
 def pick_dtype(s):
-    """bf16 where a bf16 matrix product is faster than an fp32 one: on GPUs and on CPUs with bf16 units. Elsewhere it
-    is emulated, up to a hundred times slower."""
+    """Resolve s.dtype "auto", and return the rate of a matrix product in the dtype that s has then.
+
+    bfloat16 is chosen where its matrix product is faster than float32's: on GPUs and on CPUs with bf16 units. Elsewhere
+    bfloat16 is emulated and up to a hundred times slower.
+    """
     rates = {d: matmul_rate(s.device, d) for d in (torch.float32, torch.bfloat16)}
     if s.dtype == "auto":
         s.dtype = "bfloat16" if rates[torch.bfloat16] > 1.2 * rates[torch.float32] else "float32"
@@ -40,4 +34,5 @@ def pick_dtype(s):
 
 
 def autocast(s):
+    """The context in which a forward runs: bfloat16 where s.dtype says so, else plain float32."""
     return torch.autocast(s.device.split(":")[0], dtype=torch.bfloat16, enabled=s.dtype == "bfloat16")
