@@ -77,6 +77,20 @@ def draw(logp, uniform):
 
 # === 2. A batch while it is decoded ===================================================================================
 
+@dataclass
+class Row:
+    """One output while it is decoded. Everything that is known about a row without asking the device is kept here."""
+    out: Rollout
+    first: int                # the real token that opens the active block
+    block: int                # number of the active block
+    tokens: list              # (B,) its targets; <mask> where a target is still hidden
+    step: list                # (B,) at which step each target was committed
+    logprob: list             # (B,) its log-probability then
+    nth: int = 0              # steps done in this block
+    last: list = None         # (B,) clean inputs of the block before, while its keys and values must still be made
+    alive: bool = True        # False once the row has stopped
+
+
 class Decoder:
     """Decodes one batch: `Decoder(...).run()`. The rows advance independently, each with its own active block.
 
@@ -95,19 +109,9 @@ class Decoder:
 
         fused read of row 0    [ last block, clean | active block ]    2B tokens in one forward    (see `forward`)
 
-    A stopped row waits in the batch, on an open canvas that nobody looks at, until half of the rows have stopped. The
-    state of the n rows that are left (the targets are y in diffusion.py):
-
-        block (n,)        number of the active block
-        first (n,)        the real token that opens it
-        tokens (n, B)     its targets, of which those that are `open` (n, B) are still hidden
-        step, logp (n, B) at which step each target was committed, and its log-probability
-        nth (n,)          number of steps done in this block
-        last (n, B)       clean inputs of the block before it, needed while `pending` (n,)
-        alive (n,)        False once the row has stopped
+    The device is asked once per step, for what was decided (`advance`). Place, step and life of a row are plain Python
+    numbers. A stopped row stays in the batch, where nobody looks at it, until half of the rows have stopped.
     """
-    PER_ROW = ("prompt_len", "readable", "block", "first", "tokens", "open", "step", "logp", "nth", "last", "pending",
-               "alive")                                             # what shrinks with the batch
 
     @torch.inference_mode()
     def __init__(self, model, prompts, tok, block_len, tau, max_len, temperature=0.0, seeds=None, record=True,
@@ -126,18 +130,18 @@ class Decoder:
         prompt, not_pad = self.pad(prompts)                                               # (n, P) each
         self.lay_out_slots(not_pad)
         self.prefill(prompt[:, :-1].to(self.device))
-        group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)  # 0 0 1 1 ... for 2
         if copies > 1:
-            self.cache.keep(group)
-        self.prompt_len, self.readable = self.prompt_len[group], self.readable[group]
-        self.open_first_block(prompt[:, -1].to(self.device)[group])
+            group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)         # 0 0 1 1 ... for 2
+            self.keep(group)
+        self.rows = [Row(Rollout([]), p[-1], 0, *self.hidden_block()) for p in prompts for _ in range(copies)]
+        self.out = [row.out for row in self.rows]
 
     def pad(self, prompts):
         """Left-pad the prompts -> (tokens, not_pad), (n, P) each. Refuses prompts that are too short or too long."""
         if min(map(len, prompts)) < 2:
             raise UserError("a prompt needs at least two tokens: one to look at and one to continue")
         prompt, not_pad = diffusion.pad_prompts(prompts, self.tok.pad)
-        longest, output = int(not_pad.sum(1).max()), self.blocks * self.block_len
+        longest, output = max(map(len, prompts)), self.blocks * self.block_len
         if longest - 1 + output > self.model.cfg.ctx_len:
             raise UserError(f"a prompt of {longest} tokens and {output} of output do not fit ctx_len "
                             f"{self.model.cfg.ctx_len}; fewer history items or a model with a longer context will")
@@ -146,68 +150,66 @@ class Decoder:
     def lay_out_slots(self, not_pad):
         """Allocate the cache, and say of each slot which block it belongs to and whether it may be read at all."""
         n, output = len(not_pad), self.blocks * self.block_len
+        self.padded = not bool(not_pad.all())
         self.prompt_slots = not_pad.shape[1] - 1                                          # P'
-        not_pad, self.padded = not_pad[:, :-1].to(self.device), not bool(not_pad.all())
-        self.prompt_len = not_pad.sum(1)                                                  # (n,) without pads
+        not_pad = not_pad[:, :-1].to(self.device)
+        self.prompt_len = not_pad.sum(1, keepdim=True)                                    # (n, 1) without pads
         numbers = torch.arange(self.prompt_slots) - self.prompt_slots, torch.arange(output) // self.block_len
         self.slot_block = torch.cat(numbers).to(self.device)                              # (slots,) below 0: the prompt
         self.readable = torch.cat((not_pad, not_pad.new_ones(n, output)), 1)              # (n, slots)
+        self.places = torch.arange(output, device=self.device)                            # 0 1 2 ... in the output
         dtype = next(self.model.blocks.parameters()).dtype
         self.cache = KVCache(self.model.cfg, n, self.prompt_slots + output, self.device, dtype)
 
     def prefill(self, prompt):
         """Read the prompts (n, P') once, causally. A pad looks at itself alone: softmax over nothing is NaN."""
         p = self.prompt_slots
-        place = (torch.arange(p, device=self.device) - p + self.prompt_len[:, None]).clamp(min=0)     # (n, P')
+        place = (torch.arange(p, device=self.device) - p + self.prompt_len).clamp(min=0)              # (n, P')
         mask = diffusion.may_look(self.slot_block[:p], self.slot_block[:p])                           # (P', P')
         if self.padded:
             itself = torch.eye(p, dtype=torch.bool, device=self.device)
             mask = (mask & self.readable[:, None, :p] | itself)[:, None]                              # (n, 1, P', P')
         self.model(prompt, place, mask, self.cache.at(0, p))
 
-    def open_first_block(self, first):
-        """Every row stands at block 0, all of it hidden. first (n,): the last prompt token, which opens the block."""
-        self.first, n, b, device = first, len(first), self.block_len, self.device
-        self.block, self.nth = (torch.zeros(n, dtype=torch.long, device=device) for _ in range(2))
-        self.tokens = torch.full((n, b), self.tok.mask, device=device)
-        self.open = torch.ones(n, b, dtype=torch.bool, device=device)
-        self.step, self.last = (torch.zeros(n, b, dtype=torch.long, device=device) for _ in range(2))
-        self.logp = torch.zeros(n, b, device=device)
-        self.pending = torch.zeros(n, dtype=torch.bool, device=device)
-        self.alive = torch.ones(n, dtype=torch.bool, device=device)
-        self.offset = torch.arange(b, device=device)                # place of a token within its block
-        self.rows = list(range(n))                                  # which output each row of the batch belongs to
-        self.out = [Rollout([]) for _ in range(n)]
+    def hidden_block(self):
+        """tokens, step and logprob of a block in which nothing is decided."""
+        return [self.tok.mask] * self.block_len, [0] * self.block_len, [0.0] * self.block_len
 
     @torch.inference_mode()
     def run(self, watch=None):
         """Decode to the end -> Rollouts in the order of the prompts. watch(decoder) is called after each step."""
-        while bool(self.alive.any()):
+        while any(row.alive for row in self.rows):
             self.advance()
             if watch:
                 watch(self)
-            if 2 * int(self.alive.sum()) <= len(self.rows):
+            if 2 * sum(row.alive for row in self.rows) <= len(self.rows):
                 self.drop()
         return self.out
 
     def advance(self):
         """One step: one forward, then commit, then on to the next block in the rows that have finished theirs."""
-        was_clean = ~self.open[:, :-1].any(1)                       # (n,) the canvas of this forward holds no <mask>
-        logits = self.forward()                                                           # (n, B, vocab)
-        self.pending.zero_()
-        now, token, logp = choose(logits, self.open, self.tau, self.temperature, self.generators)     # (n, B) each
-        self.tokens = torch.where(now, token, self.tokens)
-        self.logp = torch.where(now, logp, self.logp)
-        self.step = torch.where(now, self.nth[:, None], self.step)
-        self.open, self.nth = self.open & ~now, self.nth + 1
-        done = ~self.open.any(1)                                                          # (n,) blocks complete
-        if bool(done.any()):
-            self.finish(done, was_clean)
+        mask = self.tok.mask
+        tokens = torch.tensor([[row.first, *row.tokens] for row in self.rows], device=self.device)    # (n, 1 + B)
+        was_clean = [mask not in row.tokens[:-1] for row in self.rows]      # this forward's canvas holds no <mask>
+        logits = self.forward(tokens[:, 0], tokens[:, 1:])                                            # (n, B, vocab)
+        decided = choose(logits, tokens[:, 1:] == mask, self.tau, self.temperature, self.generators)  # (n, B) each
+        # The one look at the device. float64 holds a token id and a float32 log-probability exactly.
+        decided = torch.stack([x.double() for x in decided]).tolist()                                 # (3, n, B)
+        for row, clean, *row_decided in zip(self.rows, was_clean, *decided):
+            if not row.alive:
+                continue
+            for i, (now, token, logprob) in enumerate(zip(*row_decided)):
+                if now:
+                    row.tokens[i], row.step[i], row.logprob[i] = int(token), row.nth, logprob
+            row.nth, row.last = row.nth + 1, None
+            if mask not in row.tokens:
+                self.finish(row, clean)
 
-    def forward(self):
-        """The forward of one step -> logits of the active block (n, B, vocab).
+    def forward(self, first, targets):
+        """The forward of one step; first (n,) and targets (n, B) -> logits of the active block (n, B, vocab).
 
-        Pending rows need keys and values from the clean tokens of their last block first. With three rows of B = 4:
+        A hidden target is <mask>, so the shift turns targets into a canvas. Pending rows need keys and values from the
+        clean tokens of their last block first. With three rows of B = 4:
 
             pending      forwards of this step
             none         [active] of all rows                                    3 rows of 4 tokens
@@ -217,29 +219,24 @@ class Decoder:
         At batch 1 it is "all" after each block, so a finished block costs no forward of its own. In a larger batch rows
         finish at different steps, and reading a few rows apart costs less than giving all rows 8 tokens.
         """
-        inputs, q_block = self.canvas(), self.block[:, None].expand(-1, self.block_len)   # (n, B) each
-        if bool(self.pending.all()):
-            inputs = torch.cat((self.last, inputs), 1)                                    # (n, 2B)
-            q_block = torch.cat((q_block - 1, q_block), 1)                                # (n, 2B)
-        elif bool(self.pending.any()):
-            rows = self.pending.nonzero().flatten()
-            self.read(self.last[rows], q_block[rows] - 1, rows)
-        hidden_states = self.read(inputs, q_block)[:, -self.block_len:]                   # (n, B, width)
-        return diffusion.output_logits(self.model, hidden_states, self.tok)
+        inputs, blocks = diffusion.shift(first, targets), [row.block for row in self.rows]            # (n, B), n numbers
+        pending = [r for r, row in enumerate(self.rows) if row.last is not None]
+        if pending:
+            last = torch.tensor([self.rows[r].last for r in pending], device=self.device)             # (pending, B)
+        if len(pending) == len(self.rows):
+            hidden_states = self.read(torch.cat((last, inputs), 1), [b - 1 for b in blocks], None)    # (n, 2B, width)
+        else:
+            if pending:
+                self.read(last, [blocks[r] - 1 for r in pending], torch.tensor(pending, device=self.device))
+            hidden_states = self.read(inputs, blocks, None)                                           # (n, B, width)
+        return diffusion.output_logits(self.model, hidden_states[:, -self.block_len:], self.tok)
 
-    def clean_inputs(self):
-        """Inputs of the active block (n, B), once all its targets are known: the token shift, within the block."""
-        return diffusion.shift(self.first, self.tokens)
+    def read(self, inputs, blocks, rows):
+        """Run inputs (m, q), of all rows (None) or of `rows` (m,), against the cache -> hidden states (m, q, width).
 
-    def canvas(self):
-        """Inputs of the active block (n, B) as they are now: an open target is <mask>."""
-        return diffusion.canvas(self.clean_inputs(), self.open, self.tok.mask, self.block_len)
-
-    def read(self, inputs, q_block, rows=None):
-        """Run inputs (m, q), of all rows or of `rows` (m,), against the cache -> hidden states (m, q, width).
-
-        q_block (m, q) has the block number of each input. Their keys and values are written to their own slots. In the
-        drawing above (B = 4, P' = 5), where rows 0 and 2 read block 2 and row 1 reads block 1:
+        blocks: m numbers, of the block to which each row's first input belongs; q is B or 2B. Keys and values are
+        written to the slots of the inputs. In the drawing above (B = 4, P' = 5), where rows 0 and 2 read block 2 and row
+        1 reads block 1:
 
             place in the output    8 9 10 11 | 4 5 6 7 | 8 9 10 11        slots = 5 + place, a list per row
             keys looked at         slots 0 ... 16, cut by a mask: row 1 must not see block 2
@@ -247,62 +244,61 @@ class Decoder:
         Where all rows read one and the same block there is no mask to make: that block and all before it may be seen,
         and the slots are one range for all rows. Only pads must still be hidden, if there are any.
         """
-        some = slice(None) if rows is None else rows
-        place = q_block * self.block_len + self.offset.repeat(inputs.shape[1] // self.block_len)      # (m, q)
-        together = rows is None and bool((q_block == q_block[:1]).all())                  # all rows at the same block
-        used = self.prompt_slots + (int(q_block.max()) + 1) * self.block_len              # slots up to the newest block
+        q, b, p = inputs.shape[1], self.block_len, self.prompt_slots
+        used = p + max(blocks) * b + q                                                    # slots up to the newest input
+        together = rows is None and min(blocks) == max(blocks)                            # all rows at the same block
+        prompt_len, readable = (x if rows is None else x[rows] for x in (self.prompt_len, self.readable))
         mask = None
-        if not together or inputs.shape[1] > self.block_len:
-            mask = diffusion.may_look(q_block, self.slot_block[:used])                                # (m, q, used)
-            mask = (mask & self.readable[some, None, :used])[:, None]                                 # (m, 1, q, used)
+        if together:
+            place = self.places[blocks[0] * b:blocks[0] * b + q]                                      # (q,)
+            slots = used - q
+        else:
+            place = torch.tensor(blocks, device=self.device)[:, None] * b + self.places[:q]           # (m, q)
+            slots = p + place
+        if not together or q > b:
+            mask = diffusion.may_look((place // b).expand(len(blocks), q), self.slot_block[:used])    # (m, q, used)
+            mask = (mask & readable[:, None, :used])[:, None]                                         # (m, 1, q, used)
         elif self.padded:
-            mask = self.readable[:, None, None, :used]                                                # (n, 1, 1, used)
-        slots = used - inputs.shape[1] if together else self.prompt_slots + place
-        return self.model(inputs, self.prompt_len[some, None] + place, mask, self.cache.at(slots, used, rows))
+            mask = readable[:, None, None, :used]                                                     # (m, 1, 1, used)
+        return self.model(inputs, prompt_len + place, mask, self.cache.at(slots, used, rows))
 
-    def finish(self, done, was_clean):
-        """Hand over the blocks that are done (n,), stop the rows that end here, and move the others to the next block.
+    def finish(self, row, was_clean):
+        """Hand over the finished block of a row, and move the row to the next block, or stop it.
 
-        was_clean (n,): this step's forward had no <mask> among its inputs. Example of three rows with B = 4:
-            row   tokens              what happens
-            0     w e _ e             The block is not done: nothing.
-            1     a r e t             Done: block + 1, first = t. Unless it was clean it is pending, last = its inputs.
-            2     o n <eos> <eos>     Done, and it holds <eos>: handed over, and the row stops.
+        was_clean: this step's forward had no <mask> among the inputs of the row. Two rows with B = 4:
+
+            tokens              what happens
+            a r e t             block + 1, first = t. Unless it was clean the row is pending, with last = its inputs.
+            o n <eos> <eos>     it holds <eos>, so the row stops
         """
-        for row in (done & self.alive).nonzero().flatten().tolist():
-            self.hand_over(row)
-        move = done & self.alive
-        self.last = torch.where(move[:, None], self.clean_inputs(), self.last)
-        self.pending = move & ~was_clean
-        self.first = torch.where(move, self.tokens[:, -1], self.first)
-        self.block = self.block + move
-        fresh = move | ~self.alive                                  # a stopped row idles on an open canvas
-        self.open = self.open | fresh[:, None]
-        self.nth = torch.where(fresh, 0, self.nth)
-
-    def hand_over(self, row):
-        """Append the finished block of a row to its Rollout. The row stops after an <eos> and after the last block."""
-        out, block = self.out[self.rows[row]], self.tokens[row].tolist()
-        out.canvas += block
-        out.nfe += int(self.nth[row])
+        out = row.out
+        out.canvas += row.tokens
+        out.nfe += row.nth
         if self.record:
-            out.step += self.step[row].tolist()
-            out.logprob += self.logp[row].tolist()
-        if self.tok.eos in block or int(self.block[row]) + 1 == self.blocks:
-            out.tokens = out.canvas[:out.canvas.index(self.tok.eos) + 1] if self.tok.eos in block else out.canvas[:]
-            self.alive[row] = False
+            out.step += row.step
+            out.logprob += row.logprob
+        if self.tok.eos in row.tokens or row.block + 1 == self.blocks:
+            out.tokens = out.canvas[:out.canvas.index(self.tok.eos) + 1] if self.tok.eos in row.tokens else out.canvas[:]
+            row.alive = False
+            return
+        if not was_clean:
+            row.last = [row.first] + row.tokens[:-1]
+        row.first, row.block, row.nth = row.tokens[-1], row.block + 1, 0
+        row.tokens, row.step, row.logprob = self.hidden_block()
 
     def drop(self):
         """Remove the stopped rows. It is called when they are half of the batch: each call copies the cache."""
-        keep = self.alive.nonzero().flatten()
-        if not len(keep):
-            return
-        self.cache.keep(keep)
-        self.rows = [self.rows[row] for row in keep.tolist()]
-        if self.generators:
-            self.generators = [self.generators[row] for row in keep.tolist()]
-        for name in self.PER_ROW:
-            setattr(self, name, getattr(self, name)[keep])
+        alive = [r for r, row in enumerate(self.rows) if row.alive]
+        if alive:
+            self.keep(torch.tensor(alive, device=self.device))
+            self.rows = [self.rows[r] for r in alive]
+            if self.generators:
+                self.generators = [self.generators[r] for r in alive]
+
+    def keep(self, rows):
+        """What the device holds per row, for these rows (m,) only."""
+        self.cache.keep(rows)
+        self.prompt_len, self.readable = self.prompt_len[rows], self.readable[rows]
 
 
 # === 3. Any number of prompts =========================================================================================

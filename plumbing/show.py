@@ -229,7 +229,7 @@ class Screen:
     def __call__(self, decoder):
         text = self.text(decoder)
         if not self.stream.isatty():
-            if not bool(decoder.alive[0]):
+            if not decoder.rows[0].alive:
                 self.stream.write(text + "\n")
             return
         width = shutil.get_terminal_size().columns
@@ -243,6 +243,5 @@ class Screen:
 
     def text(self, decoder):
         """Finished blocks, then the active one, unless the row has stopped."""
-        [out], tokens, open_ = decoder.out, decoder.tokens[0].tolist(), decoder.open[0].tolist()
-        active = [self.tok.mask if hidden else token for token, hidden in zip(tokens, open_)]
-        return self.tok.text(out.canvas + active * bool(decoder.alive[0])).replace("<mask>", " ·")
+        [row] = decoder.rows
+        return self.tok.text(row.out.canvas + row.tokens * row.alive).replace("<mask>", " ·")

@@ -4,6 +4,8 @@ import torch
 
 import diffusion
 import sample
+from model import KVCache
+from plumbing import checkpoint, demo
 from sample import Decoder, decode
 
 
@@ -132,7 +134,7 @@ def test_a_finished_block_is_read_once_and_only_for_its_own_row(model, prompts, 
                 before = [(finished, 4)] if 0 < finished < n else []
                 assert shapes == before + [(n, 8 if finished == n else 4)]
                 kinds.add("none" if not finished else "all" if finished == n else "some")
-                waiting[0] = int(d.pending.sum())
+                waiting[0] = sum(row.last is not None for row in d.rows)
                 shapes.clear()
             decoder.run(watch)
         assert kinds >= ({"none", "some"} if batch else {"none", "all"})
@@ -144,11 +146,10 @@ def test_only_the_active_block_changes(model, prompts, tok):
     seen = []
 
     def watch(d):
-        if not d.alive[0]:                                          # a row that has stopped idles on an open canvas
-            return
-        p = d.prompt_slots + 4 * (int(d.block[0]) - 1)
-        seen.append((int(d.block[0]), list(d.out[0].canvas), d.tokens[0].clone(), d.open[0].clone(), p,
-                     d.cache.k.clone()))
+        [row] = d.rows
+        if row.alive:
+            p, open_ = d.prompt_slots + 4 * (row.block - 1), torch.tensor([t == tok.mask for t in row.tokens])
+            seen.append((row.block, list(row.out.canvas), torch.tensor(row.tokens), open_, p, d.cache.k.clone()))
     Decoder(model, [prompts[2][0]], tok, 4, 0.05, 16).run(watch)
     steps = 0
     for (block, canvas, tokens, open_, p, k), (block2, canvas2, tokens2, open2, _, k2) in zip(seen, seen[1:]):
@@ -205,3 +206,47 @@ def test_copies_of_one_prefill_equal_repeated_prompts(model, prompts, tok, b):
     assert [r.tokens for r in group] == [r.tokens for r in plain]
     assert torch.allclose(torch.tensor(group[4].logprob), torch.tensor(plain[4].logprob), atol=1e-4)
     assert group[0].tokens != group[1].tokens                       # same prompt, other noise
+
+
+def plain_cached(model, prompt, tok, max_len):
+    """The loop that one would write for AR alone: a cache, argmax, and nothing else. The baseline at its best."""
+    p, out = len(prompt), []
+    cache, places = KVCache(model.cfg, 1, p + max_len), torch.arange(p + max_len)[None]
+    causal = torch.ones(p, p, dtype=torch.bool).tril()
+    with torch.inference_mode():
+        hidden = model(torch.tensor([prompt]), places[:, :p], causal, cache.at(0, p))
+        while len(out) < max_len and tok.eos not in out:
+            out.append(int(diffusion.output_logits(model, hidden[:, -1], tok).argmax()))
+            at = p + len(out) - 1
+            hidden = model(torch.tensor([[out[-1]]]), places[:, at:at + 1], None, cache.at(at, at + 1))
+    return out
+
+
+def test_block_length_one_is_a_plain_cached_loop(model, prompts, tok):
+    """Token for token, for untrained weights and for the AR weights of the clone on users that come with it."""
+    for prompt, _ in prompts[:4]:
+        [r] = decode(model, [prompt], tok, block_len=1, max_len=24)
+        assert r.tokens == plain_cached(model, prompt, tok, 24)
+    users, tok, summary = demo.load("small")
+    model, _ = checkpoint.load_model(checkpoint.SHIPPED / "small" / "ar.pt", tok, summary, "")
+    for user in list(users.values())[:5]:
+        [r] = decode(model, [user.prompt], tok, block_len=1, max_len=114)
+        assert r.tokens == plain_cached(model, user.prompt, tok, 114) and r.tokens[-1] == tok.eos
+
+
+@pytest.mark.parametrize("b", [1, 4])
+def test_the_device_is_asked_once_per_step(model, prompts, tok, b, monkeypatch):
+    """A step reads one tensor back, whatever the batch: on a GPU every further look would wait for it."""
+    looks = []
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__", "nonzero"):
+        real = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda x, *a, real=real, name=name: looks.append(name) or real(x, *a))
+    decoder = Decoder(model, [p for p, _ in prompts], tok, b, 0.05, 16)
+    looks.clear()
+    counts = []
+
+    def watch(_):
+        counts.append(len(looks))
+        looks.clear()
+    decoder.run(watch)
+    assert len(counts) > 4 and set(counts) == {1}
