@@ -299,8 +299,9 @@ def commit(confidence, open_, tau):
     They are all with confidence >= tau, and the single most confident one, so that progress is certain. A row in which
     nothing is open commits nothing.
     """
-    best = torch.where(open_, confidence, -1.0).argmax(dim=1, keepdim=True)
-    return open_ & ((confidence >= tau) | torch.zeros_like(open_).scatter_(1, best, True))
+    confidence = torch.where(open_, confidence, -1.0)               # a fixed target reaches no tau
+    best = confidence.argmax(dim=1, keepdim=True)                                         # (n, 1)
+    return (confidence >= tau).scatter_(1, best, True) & open_
 
 
 def replay(model, prompts, rollouts, tok, block_len):

@@ -189,12 +189,13 @@ class Decoder:
     def advance(self):
         """One step: one forward, then commit, then on to the next block in the rows that have finished theirs."""
         mask = self.tok.mask
-        tokens = torch.tensor([[row.first, *row.tokens] for row in self.rows], device=self.device)    # (n, 1 + B)
+        state = torch.tensor([[row.first, *row.tokens] for row in self.rows], device=self.device)     # (n, 1 + B)
+        first, targets = state[:, 0], state[:, 1:]                                                    # (n,), (n, B)
         was_clean = [mask not in row.tokens[:-1] for row in self.rows]      # this forward's canvas holds no <mask>
-        logits = self.forward(tokens[:, 0], tokens[:, 1:])                                            # (n, B, vocab)
-        decided = choose(logits, tokens[:, 1:] == mask, self.tau, self.temperature, self.generators)  # (n, B) each
-        # The one look at the device. float64 holds a token id and a float32 log-probability exactly.
-        decided = torch.stack([x.double() for x in decided]).tolist()                                 # (3, n, B)
+        logits = self.forward(first, targets)                                                         # (n, B, vocab)
+        decided = choose(logits, targets == mask, self.tau, self.temperature, self.generators)        # (n, B) each
+        # The one look at the device. In float32, which holds every token id below 2^24 exactly.
+        decided = torch.stack(decided).tolist()                                                       # (3, n, B)
         for row, clean, *row_decided in zip(self.rows, was_clean, *decided):
             if not row.alive:
                 continue
