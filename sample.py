@@ -13,6 +13,7 @@ falls away where the canvas was already clean (at block length 1 it always is).
 Left out: caching inside an active block (Fast-dLLM approximates there; here keys and values come from clean blocks
 only), a constrained decoder (the model must learn to write a valid permutation), prompts that arrive at other times.
 """
+import runpy
 import time
 from dataclasses import dataclass, field
 
@@ -342,5 +343,4 @@ def timed(model, prompts, tok, block_len, tau, max_len, temperature=0.0, seeds=N
 
 
 if __name__ == "__main__":
-    from plumbing import settings, show                             # here and not above: show imports this file
-    settings.main(show.main)
+    runpy.run_module("plumbing.show", run_name="__main__")          # a program of its own, which imports this file

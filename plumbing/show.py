@@ -245,3 +245,7 @@ class Screen:
         """Finished blocks, then the active one, unless the row has stopped."""
         [row] = decoder.rows
         return self.tok.text(row.out.canvas + row.tokens * row.alive).replace("<mask>", " ·")
+
+
+if __name__ == "__main__":
+    settings.main(main)
