@@ -195,14 +195,15 @@ def table(rows, full=False):
     return text_table(rows, [("system", "label", f"<{max(len(r['label']) for r in rows)}", ""), *SHORT])
 
 
-def show_ladder(rows, hit_rate, full, rest="--full prints all rows and columns, paired differences, failures."):
+def show_ladder(rows, hit_rate, full, rest="--full prints all rows and columns, paired differences and failures."):
     """Print the table. Under the five columns stands what they mean, and `rest`: how to see everything else."""
     print(table(rows, full))
     if full:
         show_differences(rows, hit_rate)
         return
-    print("\nR@1: how often the next purchase is put first. valid: how often the output is a complete ranking (if not,\n"
-          "the floor counts). A good diffusion model keeps the R@1 of AR and writes many tokens per forward.\n" + rest)
+    print("\nR@1: how often the next purchase is put first. valid: how often the output is a complete ranking; if not,\n"
+          "the floor counts. A good diffusion model keeps the R@1 of AR and writes many tokens per forward.")
+    print(rest)
 
 
 def show_differences(rows, hit_rate):

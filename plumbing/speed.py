@@ -2,7 +2,8 @@
 
 All modes are timed in one run, in turns, so a slow minute of the machine hits all of them alike. Tokens per forward is
 the figure that does not depend on the machine. A *mode* is (model, block length, tau), where tau is None for AR; the
-first mode of a race is always AR, and speed-ups are ratios to it.
+first mode of a race is always AR, and speed-ups are ratios to it. Block length None is `plain_loop`, which shows what the
+sampler costs AR beside the loop that one would write for AR alone.
 """
 import copy
 import dataclasses
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+import diffusion
 import ranking
 import sample
 from data.dataset import longest_output
@@ -31,6 +33,36 @@ COLUMNS = [("mode", "mode", "<10", ""), ("tau", "tau", ">6", ""), ("dtype", "dty
 
 # === Timing ===========================================================================================================
 
+@torch.inference_mode()
+def plain_loop(model, prompt, tok, max_len):
+    """Greedy AR decoding of one prompt with a cache and nothing else: the baseline at its best.
+
+    Returns what sample.timed does: ([Rollout], seconds of decoding, seconds of prefill and decoding).
+    """
+    start, n, device = time.perf_counter(), len(prompt), model.embed.weight.device
+    cache = KVCache(model.cfg, 1, n + max_len, device, model.embed.weight.dtype)
+    places = torch.arange(n + max_len, device=device)[None]                               # (1, n + max_len)
+    causal = torch.ones(n, n, dtype=torch.bool, device=device).tril()
+    hidden = model(torch.tensor([prompt], device=device), places[:, :n], causal, cache.at(0, n))
+    machine.wait_for(device)
+    ready, tokens = time.perf_counter(), []
+    while True:
+        tokens.append(int(diffusion.output_logits(model, hidden[:, -1], tok).argmax()))
+        if tokens[-1] == tok.eos or len(tokens) == max_len:
+            break
+        at = n + len(tokens) - 1
+        hidden = model(torch.tensor([tokens[-1:]], device=device), places[:, at:at + 1], None, cache.at(at, at + 1))
+    end = time.perf_counter()
+    return [sample.Rollout(tokens, nfe=len(tokens))], end - ready, end - start
+
+
+def timed(model, prompts, tok, block_len, tau, max_len):
+    """sample.timed, or the plain loop where the block length is None (one prompt)."""
+    if block_len is None:
+        return plain_loop(model, *prompts, tok, max_len)
+    return sample.timed(model, prompts, tok, block_len, tau, max_len)
+
+
 def race(modes, batches, tok, max_len, repeats):
     """Time the modes on the same batches of prompts, one mode after the other, several times.
 
@@ -38,12 +70,12 @@ def race(modes, batches, tok, max_len, repeats):
     with the prefill (medians over the repeats); speedup, the median of the ratio within a repeat, and speedup_range.
     """
     for model, block_len, tau in modes:                             # warm up
-        sample.timed(model, batches[0], tok, block_len, tau, max_len)
+        timed(model, batches[0], tok, block_len, tau, max_len)
     rates = [[] for _ in modes]                                     # per repeat: (decoding alone, end to end)
     counts = [None] * len(modes)
     for _ in range(repeats):
         for m, (model, block_len, tau) in enumerate(modes):
-            runs = [sample.timed(model, batch, tok, block_len, tau, max_len) for batch in batches]
+            runs = [timed(model, batch, tok, block_len, tau, max_len) for batch in batches]
             out = [rollout for done, _, _ in runs for rollout in done]
             tokens, nfe = sum(len(r.tokens) for r in out), sum(r.nfe for r in out)
             counts[m] = {"nfe": nfe / len(out), "tokens_per_nfe": tokens / nfe}
@@ -85,7 +117,7 @@ def add_speedups(s, folder, tok, summary, systems, rows):
 # === The frontier =====================================================================================================
 
 def frontier(s, folder, tok, summary, ar, student):
-    """Rows of results.json's "frontier", at batch 1: AR, then the student at each of TAUS.
+    """Rows of results.json's "frontier", at batch 1: AR, AR by the plain loop, then the student at each of TAUS.
 
     Accuracy comes from s.users test users with a hit (0: all), in the dtype in which the mode is timed; time from
     s.time_users of them. Returns (rows, AR and the student in their faster dtypes).
@@ -97,13 +129,14 @@ def frontier(s, folder, tok, summary, ar, student):
     prompts, targets = prompts[:s.users or None], targets[:s.users or None]
     ar = fastest(ar, few[0], tok, 1, None, max_len)
     student = fastest(student, few[0], tok, s.block_len, 0.9, max_len)
-    modes = [(ar, 1, None)] + [(student, s.block_len, tau) for tau in TAUS]
+    modes = [(ar, 1, None), (ar, None, None)] + [(student, s.block_len, tau) for tau in TAUS]
     rows = []
     for (model, block_len, tau), speed in zip(modes, race(modes, few, tok, max_len, s.repeats)):
-        done = sample.decode(model, prompts, tok, block_len, tau or 1.0, max_len)
+        done = sample.decode(model, prompts, tok, block_len or 1, tau or 1.0, max_len)
         row = ladder_row("", prompts, done, targets, tok, n_candidates, tau)
         kept = ("r1", "ndcg3", "valid", "failures", "nfe", "tokens", "tokens_per_nfe")
-        rows.append({"users": len(done), "mode": "diffusion" if tau else "ar", "tau": tau, "block_len": block_len,
+        rows.append({"users": len(done), "mode": "diffusion" if tau else "ar" if block_len else "plain loop", "tau": tau,
+                     "block_len": block_len or 1,
                      "batch": 1, "dtype": str(model.embed.weight.dtype).removeprefix("torch.")}
                     | speed | {key: row[key] for key in kept})
     return rows, ar, student

@@ -3,11 +3,13 @@ import json
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+import torch
 
 import evaluate
+import sample
 from conftest import link
 from data import dataset
-from plumbing import checkpoint, figures, loop, speed
+from plumbing import checkpoint, figures, loop, machine, speed
 from plumbing.settings import UserError
 
 
@@ -18,10 +20,12 @@ def flags(out):
 def test_results_file(trained, tmp_path, capsys, monkeypatch):
     """Every key that README and figures rely on, from one small run of everything."""
     monkeypatch.setattr(speed, "TAUS", (1.0, 0.4))
+    monkeypatch.setattr(machine, "matmul_rate", lambda *_: 1.0)     # bfloat16 counts as emulated: no trials of it
     monkeypatch.setattr(speed, "SIZES", {"output_len": (8, 999), "candidates": (3, 10), "prompt_len": (16, 32),
                                          "batch": (1, 2), "block_len": (4, 999)})
     link(trained, tmp_path, *(p.name for p in trained.iterdir() if p.name != "results.json"))
-    evaluate.main(flags(tmp_path) + ["--block-len", "8", "--time-users", "2", "--repeats", "1"])
+    evaluate.main(flags(tmp_path) + ["--block-len", "8", "--time-users", "1", "--repeats", "1",
+                                "--users", "4", "--dtype", "float32"])
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert {"preset", "seed", "device", "n_users", "ladder", "frontier"} <= set(results)
     systems = {row["system"]: row for row in results["ladder"]}
@@ -35,7 +39,8 @@ def test_results_file(trained, tmp_path, capsys, monkeypatch):
     assert all("users" not in row for row in results["ladder"])
     assert [row["tau"] for row in results["ladder"] if row["system"] == "cft"] == [1.0, 0.9]
     assert results["frontier"][0]["mode"] == "ar" and results["frontier"][0]["speedup"] == 1.0
-    assert [row["tau"] for row in results["frontier"][1:]] == list(speed.TAUS)
+    assert [row["mode"] for row in results["frontier"][:2]] == ["ar", "plain loop"]
+    assert [row["tau"] for row in results["frontier"][2:]] == list(speed.TAUS)
     assert {name: len(rows) for name, rows in results["sweeps"].items()} == {
         "output_len": 2, "candidates": 2, "prompt_len": 2, "batch": 2, "block_len": 1}      # 999: too long
     assert all(row["speedup"] > 0 for rows in results["sweeps"].values() for row in rows)
@@ -110,6 +115,20 @@ def test_fewer_candidates(prompts, tok):
     history, candidates = dataset.read_prompt(prompt, tok)
     assert dataset.read_prompt(speed.fewer(prompt, tok, 3), tok) == (history, candidates[:3])
     assert speed.fewer(prompt, tok, 6) == speed.fewer(prompt, tok, 10) == prompt
+
+
+def test_the_faster_dtype_is_taken(model, monkeypatch):
+    """bfloat16 where it decodes faster, else the model as it is; where it is emulated, it is not even tried."""
+    seconds = {torch.float32: 2.0, torch.bfloat16: 1.0}
+    monkeypatch.setattr(machine, "matmul_rate", lambda *_: 1e12)
+    monkeypatch.setattr(sample, "timed", lambda m, *_: ([], seconds[m.embed.weight.dtype], 0.0))
+    assert speed.fastest(model, [], None, 1, None, 8).embed.weight.dtype == torch.bfloat16
+    assert model.embed.weight.dtype == torch.float32                # a copy was converted
+    seconds[torch.bfloat16] = 3.0
+    assert speed.fastest(model, [], None, 1, None, 8) is model
+    monkeypatch.setattr(machine, "matmul_rate", lambda *_: 1e9)
+    monkeypatch.setattr(sample, "timed", None)
+    assert speed.fastest(model, [], None, 1, None, 8) is model
 
 
 def test_a_figure_is_xml_whatever_it_is_called(tmp_path):

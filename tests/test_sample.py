@@ -4,8 +4,7 @@ import torch
 
 import diffusion
 import sample
-from model import KVCache
-from plumbing import checkpoint, demo
+from plumbing import checkpoint, demo, speed
 from sample import Decoder, decode
 
 
@@ -208,30 +207,16 @@ def test_copies_of_one_prefill_equal_repeated_prompts(model, prompts, tok, b):
     assert group[0].tokens != group[1].tokens                       # same prompt, other noise
 
 
-def plain_cached(model, prompt, tok, max_len):
-    """The loop that one would write for AR alone: a cache, argmax, and nothing else. The baseline at its best."""
-    p, out = len(prompt), []
-    cache, places = KVCache(model.cfg, 1, p + max_len), torch.arange(p + max_len)[None]
-    causal = torch.ones(p, p, dtype=torch.bool).tril()
-    with torch.inference_mode():
-        hidden = model(torch.tensor([prompt]), places[:, :p], causal, cache.at(0, p))
-        while len(out) < max_len and tok.eos not in out:
-            out.append(int(diffusion.output_logits(model, hidden[:, -1], tok).argmax()))
-            at = p + len(out) - 1
-            hidden = model(torch.tensor([[out[-1]]]), places[:, at:at + 1], None, cache.at(at, at + 1))
-    return out
-
-
 def test_block_length_one_is_a_plain_cached_loop(model, prompts, tok):
     """Token for token, for untrained weights and for the AR weights of the clone on users that come with it."""
     for prompt, _ in prompts[:4]:
         [r] = decode(model, [prompt], tok, block_len=1, max_len=24)
-        assert r.tokens == plain_cached(model, prompt, tok, 24)
+        assert r.tokens == speed.plain_loop(model, prompt, tok, 24)[0][0].tokens
     users, tok, summary = demo.load("small")
     model, _ = checkpoint.load_model(checkpoint.SHIPPED / "small" / "ar.pt", tok, summary, "")
     for user in list(users.values())[:5]:
         [r] = decode(model, [user.prompt], tok, block_len=1, max_len=114)
-        assert r.tokens == plain_cached(model, user.prompt, tok, 114) and r.tokens[-1] == tok.eos
+        assert r.tokens == speed.plain_loop(model, user.prompt, tok, 114)[0][0].tokens and r.tokens[-1] == tok.eos
 
 
 @pytest.mark.parametrize("b", [1, 4])
