@@ -5,8 +5,10 @@ rows, and a digest of the weights it was made from. <out>/<name>.state.pt is wha
 """
 import functools
 import hashlib
+import json
 import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -31,15 +33,21 @@ SHIPPED = ROOT / "data" / "weights"                                 # trained we
 # === One file =========================================================================================================
 
 def save(path, state):
-    """Write a file beside the old one, flush it to disk and rename it. A kill at any moment leaves one of the two whole."""
+    """Write a file beside the old one, flush it to disk and rename it. A kill at any moment leaves one of the two whole.
+    Raises UserError where there is no room for it, or no right to write."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    with open(part, "wb") as f:
-        torch.save(state, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(part, path)
+    try:
+        with open(part, "wb") as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, path)
+    except (OSError, RuntimeError) as e:                            # torch reports a full disk as a RuntimeError
+        part.unlink(missing_ok=True)                                # half a file would keep the disk full
+        raise UserError(f"{path} could not be saved ({str(e).splitlines()[0][:100]}); "
+                        f"{shutil.disk_usage(path.parent).free / 1e6:,.0f} MB are free there")
 
 
 def load(path, hint):
@@ -66,6 +74,8 @@ def load_model(path, tok, summary, hint, device="cpu"):
         raise UserError(f"{path} has another kind of config ({e}); {hint}")
     if cfg.vocab != tok.vocab:
         raise UserError(f"{path} has a vocabulary of {cfg.vocab}, the data {tok.vocab}; {hint}")
+    if not all(tensor.isfinite().all() for tensor in state["model"].values()):
+        raise UserError(f"{path} holds weights that are not finite numbers; {hint}")
     model = Transformer(cfg)
     try:
         model.load_state_dict({name: tensor.float() for name, tensor in state["model"].items()})
@@ -73,6 +83,25 @@ def load_model(path, tok, summary, hint, device="cpu"):
         reason = str(e).splitlines()[-1].strip()
         raise UserError(f"{path} has another shape than its own config says ({reason}); {hint}")
     return model.to(device), state
+
+
+def read_log(path):
+    """The lines of a JSONL log as dicts. A line that cannot be read, such as half a line after a kill, is skipped."""
+    found = []
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def end_line(path):
+    """Begin a new line in a log whose last line was cut off. A log that does not exist yet is left alone."""
+    path = Path(path)
+    if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
+        with open(path, "ab") as f:
+            f.write(b"\n")
 
 
 def digest(path):

@@ -1,5 +1,4 @@
 """Figures as SVG files, which any browser shows. They are drawn from results.json and the stages' logs alone."""
-import json
 from html import escape
 
 from plumbing import checkpoint
@@ -53,7 +52,7 @@ def draw_all(folder, results):
                  {"diffusion": [(r[key], r["speedup"]) for r in rows]})
     for name in checkpoint.NAMES:
         if (log := folder / f"{name}.jsonl").exists():
-            draw_log(folder, name, [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()])
+            draw_log(folder, name, checkpoint.read_log(log))
 
 
 def by_step(lines, key):

@@ -108,7 +108,7 @@ class Batches:
 
 def generator(*key):
     """A random generator for one purpose. Keyed by (seed, step, row, ...), it does not depend on who draws before it."""
-    seed = np.random.SeedSequence([int(k) & 0xFFFFFFFF for k in key]).generate_state(1, np.uint64)[0]
+    seed = np.random.SeedSequence([int(part) % 2**64 for part in key]).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(seed >> 1))
 
 
@@ -158,6 +158,7 @@ class Run:
         self.made_from = checkpoint.digest(start) if start else ""
         if s.resume:
             self.restore()                                          # this also restores the dtype
+            checkpoint.end_line(self.log_file)                      # a kill may have left half a line
         self.rate = machine.pick_dtype(s)
         if not s.resume:
             self.save_state()                                       # from here on this run counts as unfinished

@@ -4,6 +4,7 @@ A value comes from the first of these that has one: the command line, the preset
 value stand beside its field, so a value that cannot work is refused before anything is prepared or written.
 """
 import argparse
+import os
 import re
 import sys
 from dataclasses import dataclass, field, fields
@@ -181,6 +182,8 @@ def main(run, *args):
             stream.reconfigure(errors="replace")
     try:
         run(*args)
+    except BrokenPipeError:                                         # the reader has seen enough, as with "| head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())                    # nothing is left to flush into
     except (UserError, OSError) as e:
         sys.exit(f"{Path(sys.argv[0]).name}: {e}")
     except KeyboardInterrupt:

@@ -70,9 +70,29 @@ def test_a_kill_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
         f.write(b"half")
         raise OSError("disk full")
     monkeypatch.setattr(torch, "save", fails_half_way)
-    with pytest.raises(OSError):
+    with pytest.raises(UserError, match="x.pt could not be saved .disk full.; .* MB are free"):
         checkpoint.save(path, {"v": 2})
-    assert torch.load(path, weights_only=True) == {"v": 1}
+    assert torch.load(path, weights_only=True) == {"v": 1} and [p.name for p in tmp_path.iterdir()] == ["x.pt"]
+
+
+def test_half_a_line_in_a_log(tmp_path):
+    """It is skipped where the log is read, and a run that is resumed does not write on behind it."""
+    log = tmp_path / "x.jsonl"
+    checkpoint.end_line(log)
+    assert not log.exists()
+    log.write_text('{"step": 1}\n{"step": 2, "lo', encoding="utf-8")
+    checkpoint.end_line(log)
+    checkpoint.end_line(log)
+    with open(log, "a", encoding="utf-8") as f:
+        f.write('{"step": 3}\n')
+    assert checkpoint.read_log(log) == [{"step": 1}, {"step": 3}]
+
+
+def test_a_reader_that_leaves_early_is_no_mistake(tmp_path):
+    """As with `| head`: no traceback, no error line."""
+    done = subprocess.run(f'"{sys.executable}" -c "from plumbing import settings\nsettings.main(lambda: [print(i) for i in '
+                          f'range(100000)])" | head -1', shell=True, capture_output=True, cwd=ROOT)
+    assert done.stdout == b"0\n" and done.stderr == b""
 
 
 def test_log_is_jsonl(train):
@@ -124,6 +144,7 @@ def test_foreign_checkpoints_are_refused(tmp_path, prepared):
     refused(good | {"config": config | {"layers": 2}}, "another shape")
     refused(good | {"config": config | {"vocab": 7}}, "vocabulary")
     refused(good | {"config": config | {"colour": 3}}, "another kind of config")
+    refused(good | {"model": good["model"] | {"norm.weight": torch.full((16,), float("nan"))}}, "not finite")
     refused({"something": 1}, "not a model checkpoint")
     refused({k: v for k, v in good.items() if k != "fingerprint"}, "not a model checkpoint")
     refused(torch.zeros(3), "not a model checkpoint")
@@ -168,8 +189,8 @@ def test_data_order_covers_each_epoch_once():
 
 
 def test_generators_are_keyed():
-    draw = [torch.rand(3, generator=loop.generator(*key)) for key in ((0, 1, 2), (0, 1, 2), (0, 2, 1), (-1, 1, 2))]
-    assert torch.equal(draw[0], draw[1]) and not torch.equal(draw[0], draw[2]) and not torch.equal(draw[0], draw[3])
+    draw = [torch.rand(3, generator=loop.generator(*key)) for key in ((0, 1, 2), (0, 1, 2), (0, 2, 1), (-1, 1, 2), (2**32, 1, 2))]
+    assert torch.equal(draw[0], draw[1]) and not any(torch.equal(draw[0], other) for other in draw[2:])
 
 
 def test_splitting_a_batch():
