@@ -192,7 +192,8 @@ class Decoder:
         mask = self.tok.mask
         state = torch.tensor([[row.first, *row.tokens] for row in self.rows], device=self.device)     # (n, 1 + B)
         first, targets = state[:, 0], state[:, 1:]                                                    # (n,), (n, B)
-        was_clean = [mask not in row.tokens[:-1] for row in self.rows]      # this forward's canvas holds no <mask>
+        # Does this forward's canvas hold no <mask>? The last target is left out: it is no input of its own block.
+        was_clean = [mask not in row.tokens[:-1] for row in self.rows]
         logits = self.forward(first, targets)                                                         # (n, B, vocab)
         decided = choose(logits, targets == mask, self.tau, self.temperature, self.generators)        # (n, B) each
         # The one look at the device. In float32, which holds every token id below 2^24 exactly.

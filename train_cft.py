@@ -33,7 +33,7 @@ class CFTSettings(settings.Settings):
     block_len: int = flag(diffusion.BLOCK_LEN, "targets per block", at_least=1)
     schedule: str = flag("complementary", f"masking schedule: one of {', '.join(diffusion.SCHEDULES)}",
                          choices=diffusion.SCHEDULES)
-    full: float = flag(0.2, "share of the blocks that are hidden completely, as where decoding starts (complementary)",
+    hide_all: float = flag(0.2, "share of the blocks that are hidden completely, as where decoding starts (complementary)",
                        at_least=0, at_most=1)
     tail: float = flag(0.1, "loss weight of the <eos> that fill the last block", at_least=0)
     tau: float = flag(0.9, "commit threshold of the decoded validation", above=0, at_most=1)
@@ -56,18 +56,18 @@ def hide(chosen, draw, tok, s):
     def length(part):
         return max(len(diffusion.pad_to_block(output, tok.eos, s.block_len)) for _, output in part)
 
-    hidden, unbiased = diffusion.draw_hidden(len(chosen), length(chosen), s.block_len, draw, s.schedule, s.full)
-    parts, bases, at = [], [], 0
+    hidden, unbiased = diffusion.draw_hidden(len(chosen), length(chosen), s.block_len, draw, s.schedule, s.hide_all)
+    parts, bases, first = [], [], 0
     for part in loop.split(chosen, s.micro):
         prompts, outputs = zip(*part)
-        here, short = slice(at, at + len(part)), length(part)
+        rows, longest = slice(first, first + len(part)), length(part)
         text = diffusion.pack(prompts, outputs, tok, s.block_len)
-        base = diffusion.token_weights(outputs, short, tok, s.reasoning, s.answer, s.tail)
+        base = diffusion.token_weights(outputs, longest, tok, s.reasoning, s.answer, s.tail)
         base = diffusion.limit_to_blocks(base, outputs, s.block_len)                      # (n, R)
-        h, u = hidden[:, here, :short], unbiased[:, here, :short]                         # (views, n, R)
-        parts.append((text, h, u * h * base))
+        part_hidden, part_unbiased = hidden[:, rows, :longest], unbiased[:, rows, :longest]          # (views, n, R)
+        parts.append((text, part_hidden, part_unbiased * part_hidden * base))
         bases.append(base)
-        at += len(part)
+        first += len(part)
     # The denominator is the weight of all targets and not of the hidden ones. Dividing terms that carry 1/p by what chance
     # has hidden would be biased. With complementary views both are the same.
     return parts, loop.denominator(bases)

@@ -234,6 +234,8 @@ def main(argv=None):
             write_texts(texts, run.step, phase[0], tok)
         return ladder.validate_by_decoding(model, tok, *users, n_candidates, s.block_len, s.tau, run.autocast())
 
+    # With --minibatches 2, step 0 rolls out two batches of prompts and learns from the first; step 1 learns from the
+    # second, by then with weights that have moved on; step 2 begins the next phase.
     for step in run.steps(validate, validate_first=True):
         share = step % s.minibatches
         if share == 0 or phase is None:                             # after a resume within a phase: fresh rollouts

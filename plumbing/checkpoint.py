@@ -139,7 +139,8 @@ def shipped_fingerprint(path):
 
 def no_weights(s):
     """The error for a run that has no model."""
-    return UserError(f"no weights in {s.out}; train them: python train_ar.py --preset {s.preset}")
+    return UserError(f"no AR weights in {s.out} yet; this makes them and a diffusion model: python train_cft.py --preset "
+                     f"{s.preset} --out {shlex.quote(str(s.out))}")
 
 
 def remedy(s, name):
@@ -162,7 +163,12 @@ def open_model(s, name, tok, summary):
 def open_student(s, name, tok, summary, block_len=None):
     """(model, block length) to decode in blocks. The block length is the one trained at, where none is given.
 
-    AR weights have never seen a <mask>. They are converted first, which without any training is the naive conversion.
+    AR weights have never seen a <mask>. They are converted first, which without any training is the naive conversion:
+
+        weights       asked for        decoded at              converted
+        AR            1                1                       no
+        AR            nothing, or B    BLOCK_LEN, or B         yes
+        diffusion     nothing, or B    as trained, or B        no, it was before its training
     """
     model, state = open_model(s, name, tok, summary)
     trained = state["settings"].get("block_len", 1)                 # SFT has no such setting: it is AR

@@ -132,7 +132,7 @@ def parse(cls, presets, doc, argv=None, ar_presets=None):
 
     presets: {preset: values}. ar_presets: {preset: values} that go before those where --block-len is 1.
     """
-    parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=doc.split("\n\n")[0], usage="%(prog)s [flags]   (--help lists them)")
     add_flags(parser, cls, presets)
     given = vars(parser.parse_args(argv))
     preset = given.get("preset") or ("beauty" if torch.cuda.is_available() else "mini")

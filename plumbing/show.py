@@ -94,7 +94,8 @@ def main(argv=None):
 
 def parse(argv):
     """Flags -> Settings, checked before anything is prepared. Raises UserError."""
-    parser = argparse.ArgumentParser(prog="sample.py", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="sample.py", description=__doc__.split("\n\n")[0],
+                                     usage="%(prog)s [flags]   (--help lists them)")
     settings.add_flags(parser, Settings, {})
     s = Settings(**vars(parser.parse_args(argv)))
     settings.check_limits(s)

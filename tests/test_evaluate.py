@@ -105,7 +105,7 @@ def test_a_results_file_that_cannot_be_read_is_named(trained, tmp_path):
 
 def test_nothing_trained_yet(rows, tmp_path):
     link(rows, tmp_path, "data")
-    with pytest.raises(UserError, match="train_ar.py"):
+    with pytest.raises(UserError, match="train_cft.py"):
         evaluate.main(flags(tmp_path))
 
 

@@ -3,13 +3,18 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import evaluate
 import train_ar
+import train_cft
+import train_opd
+import train_rl
 from conftest import link, state_of
 from data.rows import Rows
 from model import ModelConfig, Transformer
@@ -225,6 +230,15 @@ def test_values_that_cannot_be_used_are_named(flag, value):
     """Before anything is prepared or written."""
     with pytest.raises(UserError, match=f"--{flag} {value}"):
         train_ar.main(["--preset", "mini", "--out", "/nowhere", f"--{flag}", value])
+
+
+@pytest.mark.parametrize("cls", [train_ar.ARSettings, train_cft.CFTSettings, train_opd.OPDSettings, train_rl.RLSettings,
+                                 evaluate.EvalSettings])
+def test_a_flag_means_the_same_in_every_command(cls):
+    """A stage may change the default of a shared flag, never its kind."""
+    for shared in fields(settings.Common):
+        [mine] = [f for f in fields(cls) if f.name == shared.name]
+        assert type(mine.default) is type(shared.default), shared.name
 
 
 def test_help_names_every_flag(capsys):

@@ -233,7 +233,7 @@ def test_distil_equals_a_plain_loop(model, groups, tok, kind):
                                              (train_opd.main, ["--name", "../x"], "--name ../x"),
                                              (train_opd.main, ["--name", "cft"], "--name cft: the stage works from these weights"),
                                              (train_cft.main, ["--name", "ar"], "--name ar: the stage works from these weights"),
-                                             (train_cft.main, ["--full", "7"], "--full 7"),
+                                             (train_cft.main, ["--hide-all", "7"], "--hide-all 7"),
                                              (train_cft.main, ["--tail", "-1"], "--tail -1")])
 def test_mistakes_are_named(main, flags, says, rows, tmp_path):
     link(rows, tmp_path, "data")

@@ -77,7 +77,7 @@ def test_command_line_mistakes(trained, flag, value, says):
 
 def test_nothing_trained_yet(rows, tmp_path):
     (tmp_path / "data").symlink_to(rows / "data")
-    with pytest.raises(UserError, match="train_ar.py"):
+    with pytest.raises(UserError, match="train_cft.py"):
         show.main(["--preset", "mini", "--out", str(tmp_path), "--user", "0"])
 
 
