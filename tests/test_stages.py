@@ -12,7 +12,7 @@ import train_opd
 import train_rl
 from conftest import QUICK, TINY, link, state_of
 from data.rows import Rows
-from plumbing import checkpoint, settings
+from plumbing import checkpoint, loop, settings
 from plumbing.settings import UserError
 
 MORE = {train_ar: dict(accepted_steps=1), train_cft: dict(block_len=8), train_opd: dict(block_len=8, group=2),
@@ -112,8 +112,9 @@ def test_rl_and_distillation_log_what_to_watch(trained):
     assert all(x["groups"] == 4 for x in told)                      # those of the step's share, not of the whole phase
     texts = (trained / "rl.rollouts.txt").read_text(encoding="utf-8")
     assert texts.count("step 3, reward ") == 2                      # two rollouts of the last phase, as text
-    kl = [x["valid_kl"] for x in lines(trained, "opd") if "valid_kl" in x]
-    assert len(kl) == 2 and all(v >= 0 for v in kl)                 # before the first step, and at the end
+    found = [x for x in lines(trained, "opd") if "valid_kl" in x]
+    assert len(found) == 2                                          # before the first step, and at the end
+    assert all(x["valid_kl"] >= 0 and x["valid_score"] == -x["valid_kl"] for x in found)    # the divergence decides
 
 
 # === Resuming, splitting, refusing ====================================================================================
@@ -174,15 +175,29 @@ def test_distillation_and_rl_resume_bit_for_bit(module, start, trained, tmp_path
     assert all(torch.equal(v, again["model"][key]) for key, v in whole["model"].items())
 
 
-def test_rl_goes_on_within_a_phase(begun, interrupt_at, tmp_path, preset):
+def test_rl_goes_on_within_a_phase(begun, interrupt_at, tmp_path, preset, monkeypatch):
     """Stopped after the first of a phase's two steps: the second gets rollouts of its own, made by the policy as it is."""
     preset(train_rl, log_every=1)
     interrupt_at(0)
     with pytest.raises(SystemExit):
         train_rl.main(begun)
     interrupt_at(None)
+    asked, real = [], loop.Batches.__getitem__
+    monkeypatch.setattr(loop.Batches, "__getitem__", lambda self, step: asked.append(step) or real(self, step))
     train_rl.main(begun + ["--resume"])
     assert [(x["step"], x["version"]) for x in lines(tmp_path, "rl") if "version" in x] == [(0, 0), (1, 1), (2, 2)]
+    assert asked == [0, 1, 2, 3]                                    # the prompts of the phase it stopped in, then the next's
+
+
+def test_each_step_of_a_phase_has_its_own_share_and_the_anchor(begun, tmp_path, preset, monkeypatch, told_apart):
+    """Two steps of a phase learn from different groups; with --kl-weight each of them is anchored, logged or not."""
+    seen, real = [], train_rl.normalise
+    monkeypatch.setattr(train_rl, "normalise", lambda groups, kind: seen.append(groups) or real(groups, kind))
+    preset(train_rl, steps=2, log_every=100, kl_weight=0.3)
+    train_rl.main(begun)
+    first, second = ({id(group) for group in groups} for groups in seen)
+    assert len(first) == len(second) == 4 and not first & second
+    assert [("kl_to_start" in x) for x in lines(tmp_path, "rl") if "version" in x] == [True, True]
 
 
 def test_dropped_groups_are_not_counted(begun, tmp_path, preset, monkeypatch):
