@@ -200,7 +200,7 @@ def test_generators_are_keyed():
 
 def test_splitting_a_batch():
     assert loop.split([1, 2, 3], 2) == [[1, 2], [3]] and loop.split([1, 2, 3], 0) == [[1, 2, 3]]
-    assert loop.denominator([torch.ones(2, 2) / 2, torch.tensor([0.0, 3.0])]) == 5 and loop.denominator([torch.zeros(2)]) > 0
+    assert loop.denominator([torch.ones(2, 2) / 2, torch.tensor([0.0, 4.0])]) == 6 and loop.denominator([torch.zeros(2)]) > 0
 
 
 @pytest.mark.parametrize("args,says", [(["--no-such-flag"], "no-such-flag"), (["--preset", "huge"], "huge"),
