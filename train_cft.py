@@ -17,7 +17,6 @@ Left out: the paper's epochs over a fixed set (steps are counted), and any noise
 """
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 import diffusion

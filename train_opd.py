@@ -27,6 +27,7 @@ import diffusion
 from data.rows import Rows
 from plumbing import chain, checkpoint, ladder, loop, settings
 from plumbing.settings import UserError, flag
+from sample import check_settings
 
 
 @dataclass
@@ -79,6 +80,7 @@ def distil(student, teacher, prompts, rollouts, weight, tok, s):
 
 def main(argv=None):
     s = settings.parse(OPDSettings, PRESETS, __doc__, argv)
+    check_settings(s.block_len, s.tau, s.temperature)
     if s.temperature == 0 and s.group > 1:
         raise UserError("--temperature 0: all rollouts of a prompt would be the same; give --group 1")
     folder, tok, summary = loop.load_data(s)

@@ -34,7 +34,7 @@ import ranking
 from data.rows import Rows
 from plumbing import chain, checkpoint, ladder, loop, settings
 from plumbing.settings import UserError, flag
-from sample import Rollout
+from sample import Rollout, check_settings
 
 
 @dataclass
@@ -211,6 +211,7 @@ def write_texts(path, step, group, tok):
 
 def main(argv=None):
     s = settings.parse(RLSettings, PRESETS, __doc__, argv, AR_PRESETS)
+    check_settings(s.block_len, s.tau, s.temperature)
     if s.temperature == 0:
         raise UserError("--temperature 0: above 0, because the rollouts of a group must differ")
     folder, tok, summary = loop.load_data(s)

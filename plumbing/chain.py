@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from plumbing.checkpoint import MADE_BY, NAMES, load, weights
+from plumbing.checkpoint import MADE_BY, NAMES, digest, load, weights
 from plumbing.settings import ROOT, UserError
 
 
@@ -28,48 +28,57 @@ def need(s, name, summary):
     if path and path.parent != Path(s.out):
         copy_from_clone(s, name, path)
         return
-    stopped = unfinished(Path(s.out) / f"{name}.state.pt")
-    if path and not stopped:
+    state = unfinished(Path(s.out) / f"{name}.state.pt")
+    if path and not state:
         return
     if name not in MADE_BY:
-        raise UserError(f"{name} was stopped: finish it by its own command and --resume" if stopped else
+        raise UserError(f"{name} was stopped: finish it by its own command and --resume" if state else
                         f"{s.out}/{name}.pt is missing, and no stage makes weights of that name by itself")
-    command = MADE_BY[name].split() + flags(s, name) + ["--resume"] * stopped
-    print((f"{name} was stopped before its end, so it is gone on with" if stopped else f"{s.out}/{name}.pt is needed first")
+    # A run that was stopped goes on from where it stopped, unless what it started from has been made anew since.
+    start = Path(s.out) / f"{state['settings'].get('start')}.pt" if state else None
+    goes_on = state is not None and (not start.exists() or digest(start) == state["made_from"])
+    command = MADE_BY[name].split() + flags(s, name) + ["--resume"] * goes_on
+    print((f"{name} was stopped before its end, so it is gone on with" if goes_on else f"{s.out}/{name}.pt is needed first")
           + f": python {shlex.join(command)}", flush=True)
     run(command)
 
 
 def flags(s, name):
-    """The settings that must reach the command that makes `name`."""
-    given = {"preset": s.preset, "out": s.out, "seed": s.seed, "device": s.device, "dtype": s.dtype, "micro": s.micro,
-             "threads": s.threads, "table": 0}
-    if s.data:
-        given["data"] = s.data
+    """The settings that must reach the command that makes `name`. --dtype, --micro and --data do where they were given:
+    else each stage's own preset decides."""
+    given = {"preset": s.preset, "out": s.out, "seed": s.seed, "device": s.device, "threads": s.threads, "table": 0}
+    given |= {key: getattr(s, key) for key in ("dtype", "micro", "data") if key in s.given}
     if name not in ("ar_sft", "ar") and (getattr(s, "block_len", None) or 1) > 1:
         given["block-len"] = s.block_len                            # blocks as long as they are asked for here
     return [word for key, value in given.items() for word in (f"--{key}", str(value))]
 
 
 def run(command):
-    """Run one of the commands. Ctrl-C reaches that process too; it saves, and says so, and we end with it."""
+    """Run one of the commands to its end. Ctrl-C reaches that process too: it saves, says so, and we end with it. A
+    termination is handed on, so that nothing trains on unseen. Raises UserError where the command ends early."""
+    child = subprocess.Popen([sys.executable, str(ROOT / command[0]), *command[1:]])
+
     def wait(*_):
         pass                                                        # the child decides when it is done
-    handler = signal.signal(signal.SIGINT, wait)
+
+    def hand_on(*_):
+        child.terminate()
+    old = {signal.SIGINT: signal.signal(signal.SIGINT, wait), signal.SIGTERM: signal.signal(signal.SIGTERM, hand_on)}
     try:
-        code = subprocess.call([sys.executable, str(ROOT / command[0]), *command[1:]])
+        code = child.wait()
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in old.items():
+            signal.signal(number, handler)
     if code:
-        raise UserError(f"python {command[0]} ended early (see above); the same command as now will go on from there")
+        raise UserError(f"python {command[0]} ended early (see above); what it had saved is gone on with next time")
 
 
 def unfinished(state_file):
-    """Was a run stopped before its last step?"""
+    """The saved state of a run that was stopped before its last step, or None."""
     if not state_file.exists():
-        return False
+        return None
     state = load(state_file, "delete it")
-    return state["step"] < state["settings"]["steps"]
+    return state if state["step"] < state["settings"]["steps"] else None
 
 
 def copy_from_clone(s, name, path):

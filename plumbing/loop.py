@@ -33,7 +33,7 @@ from plumbing.settings import UserError
 from sample import Decoder
 
 # Settings that may differ when a run is resumed: they decide where and how things are shown, not what is computed.
-FREE = ("resume", "out", "device", "threads", "save_every", "log_every", "data", "table", "full")
+FREE = ("resume", "out", "device", "threads", "micro", "save_every", "log_every", "data", "table", "full")
 
 
 # === Rows =============================================================================================================

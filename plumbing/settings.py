@@ -51,7 +51,7 @@ def check_limits(s):
         elif limit["at_most"] is not None and not value <= limit["at_most"]:
             says = f"at most {limit['at_most']}"
         elif limit["choices"] and value not in limit["choices"]:
-            says = "one of " + ", ".join(map(str, limit["choices"]))
+            says = "one of " + ", ".join(str(choice) for choice in limit["choices"] if choice != "")
         elif limit["pattern"] and not re.fullmatch(limit["pattern"], value):
             says = "letters, digits, - and _ only"
         if says:
@@ -140,6 +140,7 @@ def parse(cls, presets, doc, argv=None, ar_presets=None):
     if given.get("block_len") == 1:
         values |= (ar_presets or {}).get(preset, {})
     s = cls(**{**values, **given, "preset": preset})
+    s.given = set(given)                                            # what the command line said itself (plumbing/chain.py)
     check_limits(s)
     if not given.get("preset"):
         print(f"--preset {preset} (the default {'with' if preset == 'beauty' else 'without'} a GPU)")

@@ -1,7 +1,9 @@
 """The chain of stages: what is missing is run, in order, with the settings that matter; what is there is left alone."""
-import json
+import os
 import shutil
 import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,14 +19,23 @@ from train_rl import RLSettings
 def commands(monkeypatch):
     """The commands that the chain would run, instead of running them."""
     ran = []
-    monkeypatch.setattr(subprocess, "call", lambda command: ran.append(command[1:]) or 0)
+
+    class Child:
+        def __init__(self, command):
+            ran.append(command[1:])
+
+        def wait(self):
+            return 0
+    monkeypatch.setattr(subprocess, "Popen", Child)
     return ran
 
 
 @pytest.fixture
 def s(rows, tmp_path):
     link(rows, tmp_path, "data")
-    return RLSettings(preset="mini", out=str(tmp_path), device="cpu", dtype="float32", seed=7, threads=1, micro=2, block_len=16)
+    s = RLSettings(preset="mini", out=str(tmp_path), device="cpu", dtype="float32", seed=7, threads=1, micro=2, block_len=16)
+    s.given = {"dtype", "micro"}
+    return s
 
 
 def given(command):
@@ -35,7 +46,7 @@ def given(command):
 @pytest.mark.parametrize("name", checkpoint.NAMES)
 def test_what_is_missing_is_run_with_all_settings_that_matter(name, s, commands, prepared):
     """Each row of the table, and the command line that it becomes is one that its own parser takes."""
-    s.data = "a folder"
+    s.data, s.given = "a folder", s.given | {"data"}
     chain.need(s, name, prepared[2])
     [command] = commands
     assert command[0] == str(settings.ROOT / checkpoint.MADE_BY[name].split()[0])
@@ -45,6 +56,42 @@ def test_what_is_missing_is_run_with_all_settings_that_matter(name, s, commands,
     assert want.items() <= flags.items() and "resume" not in flags
     assert flags.get("block-len") == {"ar_sft": None, "ar": "1"}.get(name, "16")         # AR stays AR
     assert flags.get("name") == (name if name in ("ar", "cft_rl") else None)
+    assert flags.get("start") == {"ar": "ar_sft", "cft_rl": "cft"}.get(name)             # else the stage's own default
+
+
+def test_what_was_not_given_is_left_to_the_stage(s, commands, prepared):
+    """OPD's preset has its own micro-batches; RL's default of 0 must not take their place."""
+    s.given = set()
+    chain.need(s, "opd", prepared[2])
+    assert not {"micro", "dtype", "data"} & set(given(commands[0]))
+    assert settings.parse(RLSettings, {}, "", ["--preset", "mini", "--micro", "3"]).given == {"preset", "micro"}
+
+
+def test_a_stopped_stage_whose_start_was_made_anew_begins_again(s, commands, trained, tmp_path, prepared):
+    """To go on from other weights would be refused each time."""
+    state = torch.load(trained / "ar.state.pt", weights_only=True)
+    checkpoint.save(tmp_path / "ar.state.pt", state | {"step": 1})
+    link(trained, tmp_path, "ar_sft.pt")
+    chain.need(s, "ar", prepared[2])
+    (tmp_path / "ar_sft.pt").unlink()
+    shutil.copyfile(trained / "cft.pt", tmp_path / "ar_sft.pt")
+    chain.need(s, "ar", prepared[2])
+    assert [command[-1] == "--resume" for command in commands] == [True, False]
+
+
+def test_a_termination_reaches_the_stage(tmp_path):
+    """Without that it would train on unseen, and a second start would write into the same folder."""
+    script = ("import subprocess, sys\nfrom plumbing import chain\nreal = subprocess.Popen\n"
+              "class Sleeper(real):\n    def __init__(self, command):\n"
+              "        super().__init__([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+              "    def wait(self, *rest):\n        print(self.pid, flush=True)\n        return super().wait(*rest)\n"
+              "subprocess.Popen = Sleeper\nchain.run(['train_cft.py'])\n")
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=settings.ROOT)
+    child = int(parent.stdout.readline())
+    parent.terminate()
+    parent.communicate(timeout=30)
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
 
 
 def test_what_is_there_is_left_alone(s, commands, trained, tmp_path, prepared):
@@ -55,7 +102,7 @@ def test_what_is_there_is_left_alone(s, commands, trained, tmp_path, prepared):
 
 def test_a_stage_that_was_stopped_is_gone_on_with(s, commands, trained, tmp_path, prepared, capsys):
     """Its weights may be there already, from a validation: what counts is that it did not come to its end."""
-    link(trained, tmp_path, "cft.pt")
+    link(trained, tmp_path, "ar.pt", "cft.pt")
     state = torch.load(trained / "cft.state.pt", weights_only=True)
     checkpoint.save(tmp_path / "cft.state.pt", state | {"step": 1})
     chain.need(s, "cft", prepared[2])
@@ -64,7 +111,7 @@ def test_a_stage_that_was_stopped_is_gone_on_with(s, commands, trained, tmp_path
 
 
 def test_a_stage_that_fails_ends_the_chain(s, monkeypatch, prepared):
-    monkeypatch.setattr(subprocess, "call", lambda command: 1)
+    monkeypatch.setattr(subprocess, "Popen", lambda command: SimpleNamespace(wait=lambda: 1))
     with pytest.raises(UserError, match="train_cft.py ended early"):
         chain.need(s, "cft", prepared[2])
 
@@ -80,7 +127,7 @@ def test_weights_that_no_stage_makes(s, trained, tmp_path, prepared):
 
 def test_commands_run_for_real(s, prepared, tiny, tmp_path):
     """One row of the table as a process of its own: it refuses what it cannot use, and says so on the error stream."""
-    s.data = str(tmp_path / "elsewhere")
+    s.data, s.given = str(tmp_path / "elsewhere"), {"data"}
     with pytest.raises(UserError, match="train_ar.py ended early"):
         chain.need(s, "ar_sft", prepared[2])
 

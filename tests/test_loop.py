@@ -189,6 +189,7 @@ def test_data_order_covers_each_epoch_once():
     seen = np.concatenate([batches[step] for step in range(10)])
     assert sorted(seen) == list(range(100))
     assert np.array_equal(loop.Batches(lengths, 10, 3)[4], seen[40:50])                  # a function of the step alone
+    assert not np.array_equal(loop.Batches(lengths, 10, 4)[4], seen[40:50])              # and of the seed
     assert not np.array_equal(np.concatenate([batches[step] for step in range(10, 20)]), seen)
     assert all(len(set(lengths[batches[step]])) <= 2 for step in range(10))              # like lengths share a batch
 

@@ -230,6 +230,8 @@ def test_distil_equals_a_plain_loop(model, groups, tok, kind):
                                              (train_rl.main, ["--name", "floor"], "--name floor"),
                                              (train_opd.main, ["--temperature", "0"], "--temperature 0"),
                                              (train_opd.main, ["--group", "0"], "--group 0"),
+                                             (train_opd.main, ["--temperature", "0.0005"], "temperature 0.0005"),
+                                             (train_rl.main, ["--temperature", "0.0005"], "temperature 0.0005"),
                                              (train_opd.main, ["--name", "../x"], "--name ../x"),
                                              (train_opd.main, ["--name", "cft"], "--name cft: the stage works from these weights"),
                                              (train_cft.main, ["--name", "ar"], "--name ar: the stage works from these weights"),

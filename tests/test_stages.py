@@ -72,6 +72,17 @@ def test_without_cft_the_ar_weights_are_converted(trained, tmp_path, preset, cap
     assert len(moved) == 1 and torch.allclose(opd[moved[0]], torch.cat((ar[:moved[0]], ar[moved[0] + 1:])).mean(0), atol=1e-6)
 
 
+def test_sft_ends_on_the_accepted_traces(begun, preset, monkeypatch):
+    """Two steps on the broad set and one on the accepted set, each counted from its own first batch."""
+    asked, real = [], loop.Batches.__getitem__
+    monkeypatch.setattr(loop.Batches, "__getitem__",
+                        lambda self, step: asked.append((len(self.lengths), step)) or real(self, step))
+    preset(train_ar)
+    train_ar.main(begun)
+    (broad, first), (_, second), (accepted, last) = asked
+    assert (first, second, last) == (0, 1, 0) and accepted < broad
+
+
 # === The chain as a whole =============================================================================================
 
 def test_stages_chain_and_keep_the_weights(trained):
@@ -169,6 +180,7 @@ def test_distillation_and_rl_resume_bit_for_bit(module, start, trained, tmp_path
             link(trained, out, begun_from.name)
         module.main(args + ["--resume"] * kill)
         states.append(state_of(out, name))
+        assert [x["step"] for x in lines(out, name) if "valid_score" in x] == [0, 4]     # the start is judged once
     whole, again = states
     before = torch.load(trained / f"{start}.pt", weights_only=True)["model"]
     assert again["step"] == 4 and any(not torch.equal(v, before[key]) for key, v in whole["model"].items())
