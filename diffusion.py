@@ -93,10 +93,10 @@ def draw_hidden(n, length, block_len, generator, schedule="complementary", full=
                    weight is 1, and there is no division by t (1/t explodes near 0). A share `full` of the blocks has
                    t = 1: everything is hidden, which is where decoding starts.
     linear         There is one view, with weight 1/t (MDLM, Sahoo et al., 2024, eq. 10, for alpha_t = 1 - t) and one
-                   repair: where chance hides nothing in a block, the target with the smallest noise is hidden all the
-                   same. A target in a block of B is then hidden with probability p = t + (1 - t)^B / B, and the weight
+                   repair: where chance hides nothing in a block, the target with the smallest noise is hidden
+                   anyway. A target in a block of B is then hidden with probability p = t + (1 - t)^B / B, and the weight
                    is 1/p. That is unbiased, and at most B where 1/t would explode.
-    cosine         As linear, with t = cos(pi/2 (1 - u)), which hides much more often than little (MaskGIT).
+    cosine         As linear, with t = cos(pi/2 (1 - u)), which hides many targets more often than few (MaskGIT).
 
     Example of the repair, with B = 4, length 6 and t = .1, so the last block has only 2 targets:
         noise     .7 .3 .9 .5 | .6 .2            no noise is below t, so chance hides nothing

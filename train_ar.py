@@ -27,7 +27,7 @@ from plumbing.settings import flag
 
 @dataclass
 class ARSettings(settings.Settings):
-    accepted_steps: int = flag(300, "the last so many steps are on the rejection-sampled traces", at_least=0)
+    accepted_steps: int = flag(300, "number of last steps that use the rejection-sampled traces", at_least=0)
 
 
 PRESETS = {

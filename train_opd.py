@@ -8,8 +8,8 @@ at each of them. The student is scored on the canvas on which it committed token
     loss = sum_i w_i D(p_i || q_i) / sum_i w_i          D = forward KL = sum_v p(v) (log p(v) - log q(v))
 
 over the committed tokens i up to and including the first <eos>, with CFT's token weights w. The paper takes the forward
-KL. Its gradient in the student's logits is q - p: it is bounded, and it does not vanish where the student gives a token of
-the teacher's next to nothing, as the gradient of the reverse KL does. `--kl reverse` and `--kl jsd` are there to be
+KL. Its gradient in the student's logits is q - p: it is bounded, and it does not vanish where the student gives almost no
+probability to a token that the teacher likes, as the gradient of the reverse KL does. `--kl reverse` and `--kl jsd` are there to be
 compared (diffusion.divergence); the divergence that is logged is the one that is trained.
 
     python train_opd.py --preset mini        # data, AR and CFT first, where they are missing
@@ -50,10 +50,10 @@ def micro_batches(prompts, groups, tok, s):
     pairs = [(prompt, rollout) for prompt, group in zip(prompts, groups) for rollout in group]
     parts = []
     for part in loop.split(pairs, s.micro):
-        prompts, rollouts = map(list, zip(*part))
+        part_prompts, rollouts = map(list, zip(*part))
         outputs = [r.tokens for r in rollouts]
         weight = diffusion.token_weights(outputs, max(map(len, outputs)), tok, s.reasoning, s.answer, tail=0.0)
-        parts.append((prompts, rollouts, weight))
+        parts.append((part_prompts, rollouts, weight))
     return parts, loop.denominator(weight for *_, weight in parts)
 
 
@@ -111,8 +111,8 @@ def main(argv=None):
     for step in run.steps(validate, validate_first=True):           # the curve begins where CFT ended
         # === 2. The student decodes =====================================================================
         with run.autocast():                                        # as it is scored, and as it validates
-            groups = loop.rollout_groups(model, rows, batches[step], tok, s, n_candidates, s.seed, step)
-        parts, total = micro_batches(*groups, tok, s)
+            prompts, groups = loop.rollout_groups(model, rows, batches[step], tok, s, n_candidates, s.seed, step)
+        parts, total = micro_batches(prompts, groups, tok, s)
         rollouts = [r for _, part, _ in parts for r in part]
         run.log(rollout_tokens_per_nfe=sum(len(r.tokens) for r in rollouts) / sum(r.nfe for r in rollouts),
                 rollout_no_eos=sum(r.tokens[-1] != tok.eos for r in rollouts))

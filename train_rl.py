@@ -5,7 +5,7 @@ prompt are decoded by the real parallel decoder. Each is rewarded, and those abo
 
     reward      R = (rank before - rank after) / n + 0.2 if the target strictly rose, or stayed first      ranking.reward
                 R = -1 for anything that is no permutation; such a rollout stays in its group
-    advantage   A = (R - mean of the group) / std of the group; a group with equal rewards says nothing and is dropped
+    advantage   A = (R - mean of the group) / std of the group; a group with equal rewards teaches nothing and is dropped
     ratio       rho_i = exp(log p_theta(x_i | canvas) - log p_old(x_i | canvas)); the canvas is what the decoder saw at
                 the step at which it committed token i                                                   diffusion.replay
     loss        - mean over kept groups of  sum_i min(rho_i A, clip(rho_i, 1 - eps, 1 + eps) A) / tokens of the group
@@ -19,7 +19,7 @@ length 1 a trajectory is a causal row and its replay is the plain AR forward, so
     python train_rl.py --preset mini --block-len 1 --start ar_sft --name ar
 
 The policy chooses tokens. *When* they are committed is treated as given (TraceRL, Wang et al., 2025, does the same).
-Left out: a value function, rollouts older than the last phase's, and DAPO's dynamic sampling: a dropped group is not
+Left out: a value function, older rollouts, and DAPO's dynamic sampling: a dropped group is not
 replaced, so a step learns from those of its groups that are left. A run that is resumed between the steps of one phase
 draws that phase's rollouts anew.
 """
@@ -44,7 +44,7 @@ class RLSettings(settings.OnPolicySettings):
     start: str = flag("opd", "name of the weights to start from", pattern=r"\w[\w-]*")
     dtype: str = flag("auto", "of decoded validation: float32, bfloat16, or auto; rollouts and ratios are float32",
                       choices=("auto", "float32", "bfloat16"))
-    micro: int = flag(0, "reaches the stages that run first; RL itself replays one group per forward", at_least=0)
+    micro: int = flag(0, "only for the stages that run first; RL replays one group per forward", at_least=0)
     group: int = flag(8, "rollouts per prompt", at_least=2)
     minibatches: int = flag(2, "optimiser steps per phase of rollouts, each on its own share of them; with 1 the ratio is "
                                "always 1 and --epsilon never acts", at_least=1)

@@ -5,7 +5,7 @@
                                                                 kind and brand?
             A brand brand:n kind kind:n h3 x5 next:2 grade:6    per candidate: its brand and kind, each with how often
             B ...                                               the history has it; what it is bought with, by how
-                                                                many, how many bought it next; the verdict
+                                                                many, how many bought it right after h1; the verdict
             <top> grade:6 C grade:5 A grade:5 F                 three to put first: the pick, then by grade
             <answer> C A F B D E G H I J <eos>                  those three, then the rest in pre-rank order
 

@@ -21,7 +21,7 @@ from plumbing.settings import ROOT, UserError
 def need(s, name, summary):
     """See to it that the weights called `name` are in the run's folder. Raises UserError.
 
-    They are there; or they come with the clone and are copied; or their command is run, or gone on with where it was
+    They are there; or they come with the clone and are copied; or their command is run, or continued where it was
     stopped.
     """
     path = weights(s, name, summary)
@@ -38,7 +38,7 @@ def need(s, name, summary):
     start = Path(s.out) / f"{state['settings'].get('start')}.pt" if state else None
     goes_on = state is not None and (not start.exists() or digest(start) == state["made_from"])
     command = MADE_BY[name].split() + flags(s, name) + ["--resume"] * goes_on
-    print((f"{name} was stopped before its end, so it is gone on with" if goes_on else f"{s.out}/{name}.pt is needed first")
+    print((f"{name} was stopped before its end, so it is continued" if goes_on else f"{s.out}/{name}.pt is needed first")
           + f": python {shlex.join(command)}", flush=True)
     run(command)
 
@@ -70,7 +70,7 @@ def run(command):
         for number, handler in old.items():
             signal.signal(number, handler)
     if code:
-        raise UserError(f"python {command[0]} ended early (see above); what it had saved is gone on with next time")
+        raise UserError(f"python {command[0]} ended early (see above); the next start continues from what it saved")
 
 
 def unfinished(state_file):

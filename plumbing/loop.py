@@ -9,7 +9,7 @@ A stage's own file holds forward, loss and backward. `Run` does what comes befor
                                             then clips, checks for finite values, steps, logs, validates, saves
 
 Resuming is exact. The data order is a function of (seed, step), every other draw comes from a generator keyed by
-(seed, step, row), and the saved state holds weights, optimiser, position and settings. So twenty steps equal ten, a kill
+(seed, step) or (seed, step, row), and the saved state holds weights, optimiser, position and settings. So twenty steps equal ten, a kill
 and ten more, bit for bit on a CPU (tests/test_loop.py; train_rl.py says what holds within a phase of its rollouts).
 """
 import json
@@ -263,9 +263,9 @@ class Run:
     def check(self, validate):
         """Validate, and keep the weights if their score is the best so far or as good within the tolerance.
 
-        NDCG@3 of one user varies by about .42, so .1 / sqrt(n) is a fourth of the standard error on n users. Of two
-        equals, the weights trained longer are the better bet. Weights that are kept may so score below the start by as
-        much as the tolerance.
+        NDCG@3 of one user varies by about .42, so .1 / sqrt(n) is a fourth of the standard error on n users. If
+        two are equal, the weights trained longer are kept. So the kept weights may score a little lower than the start, by
+        at most the tolerance.
         """
         self.model.eval()
         found = validate(self.model)

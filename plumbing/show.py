@@ -1,4 +1,4 @@
-"""The command line of sample.py: one real user, re-ranked by the AR and by the diffusion model, side by side.
+"""The command line of sample.py: one real user, re-ranked by the AR and by the diffusion model, one after the other.
 
     python sample.py                               # a user and weights that come with the clone: nothing is prepared
     python sample.py --list                        # the numbers of all such users
@@ -29,8 +29,8 @@ from plumbing.settings import Common, UserError, flag
 HOW_TO_READ = """
 A retriever proposed ten candidates or fewer, and language models rank them again. Each writes one line of evidence per
 candidate: its brand and its kind, each with how many of the purchases share it; the purchase that it was most often
-bought with (h1 is the newest), by how many users, and how many bought it next; and a grade from 0 to 7. Then it writes
-the best three with their grades, and the answer: all candidates in their new order."""
+bought with (h1 is the newest), by how many users, and how many bought it right after h1; and a grade from 0 to 7. Then it
+writes the best three with their grades, and the answer: those three first, the others in their old order."""
 
 
 @dataclass
@@ -234,7 +234,8 @@ class Screen:
                 self.stream.write(text + "\n")
             return
         width = shutil.get_terminal_size().columns
-        text = "\n".join(line[:width] for line in text.split("\n"))
+        lines = [line[i:i + width] for line in text.split("\n") for i in range(0, max(len(line), 1), width)]
+        text = "\n".join(lines)                                     # as the terminal wraps it: each line is counted
         if self.lines:
             self.stream.write(f"\x1b[{self.lines}F\x1b[J")          # up to the first line, and clear all below
         self.stream.write(text + "\n")
