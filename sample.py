@@ -5,8 +5,8 @@ block, partly masked, against the cache, and commits every target that is sure e
 
 A careless sampler pays costs at every step that this one does not pay. Nothing is concatenated: the cache is allocated
 once, and a canvas overwrites its own slots. A mask is made only where some key must not be seen. The keys and values of
-a finished block must be made from clean tokens; that forward is fused with the first step of the next block where all rows need it, and it
-falls away where the canvas was already clean (at block length 1 it always is).
+a finished block must be made from clean tokens; that forward is fused with the first step of the next block where all
+rows need it, and it falls away where the canvas was already clean (at block length 1 it always is).
 
     python sample.py --watch         # a real user, re-ranked by AR and by diffusion, before your eyes
 

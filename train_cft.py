@@ -1,9 +1,10 @@
 """Stage 1, conversion fine-tuning (CFT): the AR model learns to fill a block in a few steps.
 
-Paper, "The three stages", 1. The conversion preserves the weights: the AR tensors are copied one to one, except the new row of <mask>, and what changes
-is who looks at whom, and which inputs are <mask>. At block length 1 the converted model *is* the AR model
-(tests/test_stages.py). At block length 32 the naive conversion writes no valid answer, because it has never seen a <mask>, nor
-a token to its right. CFT shows it both. For a prompt p and output x, two views of each block hide targets H, and the loss is
+Paper, "The three stages", 1. The conversion preserves the weights: the AR tensors are copied one to one, except the new
+row of <mask>, and what changes is who looks at whom, and which inputs are <mask>. At block length 1 the converted model
+*is* the AR model (tests/test_stages.py). At block length 32 the naive conversion writes no valid answer, because it has
+never seen a <mask>, nor a token to its right. CFT shows it both. For a prompt p and output x, two views of each block
+hide targets H, and the loss is
 
     sum_{i in H} w_i * -log p(x_i | p, finished blocks before i's, the visible part of i's block) / sum_{i in H} w_i
 

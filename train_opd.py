@@ -8,9 +8,9 @@ at each of them. The student is scored on the canvas on which it committed token
     loss = sum_i w_i D(p_i || q_i) / sum_i w_i          D = forward KL = sum_v p(v) (log p(v) - log q(v))
 
 over the committed tokens i up to and including the first <eos>, with CFT's token weights w. The paper takes the forward
-KL. Its gradient in the student's logits is q - p: it is bounded, and it does not vanish where the student gives almost no
-probability to a token that the teacher likes, as the gradient of the reverse KL does. `--kl reverse` and `--kl jsd` are there to be
-compared (diffusion.divergence); the divergence that is logged is the one that is trained.
+KL. Its gradient in the student's logits is q - p: it is bounded, and it does not vanish where the student gives almost
+no probability to a token that the teacher likes, as the gradient of the reverse KL does. `--kl reverse` and `--kl jsd`
+are there to be compared (diffusion.divergence); the divergence that is logged is the one that is trained.
 
     python train_opd.py --preset mini        # data, AR and CFT first, where they are missing
 

@@ -8,9 +8,10 @@ A stage's own file holds forward, loss and backward. `Run` does what comes befor
         run.count(loss, tokens)                 what to log (several times where a batch is split)
                                             then clips, checks for finite values, steps, logs, validates, saves
 
-Resuming is exact. The data order is a function of (seed, step), every other draw comes from a generator keyed by
-(seed, step) or (seed, step, row), and the saved state holds weights, optimiser, position and settings. So twenty steps equal ten, a kill
-and ten more, bit for bit on a CPU (tests/test_loop.py; train_rl.py says what holds within a phase of its rollouts).
+Resuming is exact. The data order is a function of (seed, step), every other draw comes from a generator keyed by (seed,
+step) or (seed, step, row), and the saved state holds weights, optimiser, position and settings. So twenty steps equal
+ten, a kill and ten more, bit for bit on a CPU (tests/test_loop.py; train_rl.py says what holds within a phase of its
+rollouts).
 """
 import json
 import math
