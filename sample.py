@@ -88,7 +88,7 @@ class Row:
     step: list                # (B,) at which step each target was committed
     logprob: list             # (B,) its log-probability then
     nth: int = 0              # steps done in this block
-    last: list = None         # (B,) clean inputs of the block before, while its keys and values must still be made
+    last: list = None         # (1 + B,) first and tokens of the block before, while its keys and values must still be made
     alive: bool = True        # False once the row has stopped
 
 
@@ -225,7 +225,8 @@ class Decoder:
         inputs, blocks = diffusion.shift(first, targets), [row.block for row in self.rows]            # (n, B), n numbers
         pending = [r for r, row in enumerate(self.rows) if row.last is not None]
         if pending:
-            last = torch.tensor([self.rows[r].last for r in pending], device=self.device)             # (pending, B)
+            last = torch.tensor([self.rows[r].last for r in pending], device=self.device)             # (pending, 1 + B)
+            last = diffusion.shift(last[:, 0], last[:, 1:])                                           # (pending, B) clean
         if len(pending) == len(self.rows):
             hidden_states = self.read(torch.cat((last, inputs), 1), [b - 1 for b in blocks], None)    # (n, 2B, width)
         else:
@@ -271,7 +272,7 @@ class Decoder:
         was_clean: this step's forward had no <mask> among the inputs of the row. Two rows with B = 4:
 
             tokens              what happens
-            a r e t             block + 1, first = t. Unless it was clean the row is pending, with last = its inputs.
+            a r e t             block + 1, first = t. Unless it was clean, the row is pending.
             o n <eos> <eos>     it holds <eos>, so the row stops
         """
         out = row.out
@@ -285,7 +286,7 @@ class Decoder:
             row.alive = False
             return
         if not was_clean:
-            row.last = [row.first] + row.tokens[:-1]
+            row.last = [row.first, *row.tokens]
         row.first, row.block, row.nth = row.tokens[-1], row.block + 1, 0
         row.tokens, row.step, row.logprob = self.hidden_block()
 
