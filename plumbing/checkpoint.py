@@ -5,7 +5,6 @@ rows, and a digest of the weights it was made from. <out>/<name>.state.pt is wha
 """
 import functools
 import hashlib
-import json
 import os
 import shlex
 import shutil
@@ -83,25 +82,6 @@ def load_model(path, tok, summary, hint, device="cpu"):
         reason = str(e).splitlines()[-1].strip()
         raise UserError(f"{path} has another shape than its own config says ({reason}); {hint}")
     return model.to(device), state
-
-
-def read_log(path):
-    """The lines of a JSONL log as dicts. A line that cannot be read, such as half a line after a kill, is skipped."""
-    found = []
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
-
-
-def end_line(path):
-    """Begin a new line in a log whose last line was cut off. A log that does not exist yet is left alone."""
-    path = Path(path)
-    if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
-        with open(path, "ab") as f:
-            f.write(b"\n")
 
 
 def digest(path):

@@ -1,5 +1,7 @@
 """Figures as SVG files, which any browser shows. They are drawn from results.json and the stages' logs alone."""
+import json
 from html import escape
+from pathlib import Path
 
 from plumbing import checkpoint
 
@@ -52,7 +54,18 @@ def draw_all(folder, results):
                  {"diffusion": [(r[key], r["speedup"]) for r in rows]})
     for name in checkpoint.NAMES:
         if (log := folder / f"{name}.jsonl").exists():
-            draw_log(folder, name, checkpoint.read_log(log))
+            draw_log(folder, name, read_log(log))
+
+
+def read_log(path):
+    """The lines of a JSONL log as dicts. A line that cannot be read, such as half a line after a kill, is skipped."""
+    found = []
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
 
 
 def by_step(lines, key):

@@ -33,7 +33,7 @@ from plumbing import checkpoint, machine
 from plumbing.settings import UserError
 from sample import Decoder
 
-# Settings that may differ when a run is resumed: they decide where and how things are shown, not what is computed.
+# Settings that may differ when a run is resumed: they decide where and how things are shown or split.
 FREE = ("resume", "out", "device", "threads", "micro", "save_every", "log_every", "data", "table", "full")
 
 
@@ -136,6 +136,14 @@ def rollout_groups(model, rows, chosen, tok, s, n_candidates, *key):
     return prompts, split(flat, s.group)
 
 
+def end_line(path):
+    """Begin a new line in a log whose last line was cut off. A log that does not exist yet is left alone."""
+    path = Path(path)
+    if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
+        with open(path, "ab") as f:
+            f.write(b"\n")
+
+
 # === The loop =========================================================================================================
 
 class Run:
@@ -159,7 +167,7 @@ class Run:
         self.made_from = checkpoint.digest(start) if start else ""
         if s.resume:
             self.restore()                                          # this also restores the dtype
-            checkpoint.end_line(self.log_file)                      # a kill may have left half a line
+            end_line(self.log_file)                                 # a kill may have left half a line
         self.rate = machine.pick_dtype(s)
         if not s.resume:
             self.save_state()                                       # from here on this run counts as unfinished

@@ -18,7 +18,7 @@ import train_rl
 from conftest import link, state_of
 from data.rows import Rows
 from model import ModelConfig, Transformer
-from plumbing import checkpoint, loop, settings
+from plumbing import checkpoint, figures, loop, settings
 from plumbing.settings import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,14 +83,14 @@ def test_a_kill_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
 def test_half_a_line_in_a_log(tmp_path):
     """It is skipped where the log is read, and a run that is resumed does not write on behind it."""
     log = tmp_path / "x.jsonl"
-    checkpoint.end_line(log)
+    loop.end_line(log)
     assert not log.exists()
     log.write_text('{"step": 1}\n{"step": 2, "lo', encoding="utf-8")
-    checkpoint.end_line(log)
-    checkpoint.end_line(log)
+    loop.end_line(log)
+    loop.end_line(log)
     with open(log, "a", encoding="utf-8") as f:
         f.write('{"step": 3}\n')
-    assert checkpoint.read_log(log) == [{"step": 1}, {"step": 3}]
+    assert figures.read_log(log) == [{"step": 1}, {"step": 3}]
 
 
 def test_a_reader_that_leaves_early_is_no_mistake(tmp_path):
