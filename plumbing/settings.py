@@ -132,9 +132,7 @@ def parse(cls, presets, doc, argv=None, ar_presets=None):
 
     presets: {preset: values}. ar_presets: {preset: values} that go before those where --block-len is 1.
     """
-    parser = argparse.ArgumentParser(description=doc.split("\n\n")[0], usage="%(prog)s [flags]   (--help lists them)")
-    add_flags(parser, cls, presets)
-    given = vars(parser.parse_args(argv))
+    given = read_flags(cls, presets, doc, argv)
     preset = given.get("preset") or ("beauty" if torch.cuda.is_available() else "mini")
     values = dict(presets.get(preset, {}))
     if given.get("block_len") == 1:
@@ -144,13 +142,25 @@ def parse(cls, presets, doc, argv=None, ar_presets=None):
     check_limits(s)
     if not given.get("preset"):
         print(f"--preset {preset} (the default {'with' if preset == 'beauty' else 'without'} a GPU)")
-    s.out = s.out or f"out/{preset}"
-    s.device = s.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    check_device(s.device)
+    fill_in(s)
     if s.threads:
         torch.set_num_threads(s.threads)
     check_names(s)
     return s
+
+
+def read_flags(cls, presets, doc, argv=None):
+    """What the command line says, as a dict. An unknown flag ends with argparse's short message."""
+    parser = argparse.ArgumentParser(description=doc.split("\n\n")[0], usage="%(prog)s [flags]   (--help lists them)")
+    add_flags(parser, cls, presets)
+    return vars(parser.parse_args(argv))
+
+
+def fill_in(s):
+    """Fill in the folder and the device where they were not given, and refuse a device that cannot be used."""
+    s.out = s.out or f"out/{s.preset}"
+    s.device = s.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(s.device)
 
 
 def check_device(name):

@@ -5,7 +5,6 @@
     python sample.py --user 13595 --prompt         # the prompt too, as the model reads it
     python sample.py --user 13595 --watch          # the canvas fills, step by step
 """
-import argparse
 import contextlib
 import json
 import shutil
@@ -94,15 +93,10 @@ def main(argv=None):
 
 def parse(argv):
     """Flags -> Settings, checked before anything is prepared. Raises UserError."""
-    parser = argparse.ArgumentParser(prog="sample.py", description=__doc__.split("\n\n")[0],
-                                     usage="%(prog)s [flags]   (--help lists them)")
-    settings.add_flags(parser, Settings, {})
-    s = Settings(**vars(parser.parse_args(argv)))
+    s = Settings(**settings.read_flags(Settings, {}, __doc__, argv))
     settings.check_limits(s)
     sample.check_settings(s.block_len, s.tau, s.temperature)
-    s.out = s.out or f"out/{s.preset}"
-    s.device = s.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    settings.check_device(s.device)
+    settings.fill_in(s)
     return s
 
 
